@@ -24,7 +24,6 @@ before_init.install()
 _OTHER_NAMES = {
     "allgather": "all_gather",
     "allgatherv": "ragged_all_gather",
-    "allreduce": "psum, pmax or pmin",
     "alltoall": "all_to_all",
     "alltoallv": "ragged_exchange or ragged_all_to_all",
     "bcast": "broadcast",

@@ -20,10 +20,13 @@ from .collectives.jax_reductions import pmax as pmax
 from .collectives.jax_reductions import pmean as pmean
 from .collectives.jax_reductions import pmin as pmin
 from .collectives.jax_reductions import psum as psum
+from .collectives.mpi_collectives import allreduce as allreduce
 from .collectives.mpi_collectives import barrier as barrier
 from .collectives.mpi_collectives import broadcast as broadcast
 from .collectives.mpi_collectives import exscan as exscan
 from .collectives.mpi_collectives import gather as gather
+from .collectives.mpi_collectives import maxloc as maxloc
+from .collectives.mpi_collectives import minloc as minloc
 from .collectives.mpi_collectives import recv as recv
 from .collectives.mpi_collectives import reduce as reduce
 from .collectives.mpi_collectives import scan as scan

@@ -2,17 +2,19 @@
 
 #include "mpi/dtypes.h"
 
+#include "mpi/reduction.h"
+
 namespace ffi = xla::ffi;
 
 namespace pycollective {
 namespace {
 
 // The reductions for which MPI's arithmetic on the type is right. For the bytes 0 and 1 of a bool, min is "and", max is "or".
-enum Reductions { kNone, kMinMax, kSumProd, kAll };
+enum Reductions { kNone = 0, kMinMax = 1, kSumProd = 2, kBitwise = 4, kReal = kMinMax | kSumProd, kAll = kReal | kBitwise };
 
 // One row for each dtype: XLA's constant, its name, the type in which it is sent, the reductions in this type.
 #define PYCOLLECTIVE_DTYPES(X)                            \
-  X(PRED, "bool", kUint8, kMinMax)                        \
+  X(PRED, "bool", kUint8, Reductions(kMinMax | kBitwise)) \
   X(S8, "int8", kInt8, kAll)                              \
   X(S16, "int16", kInt16, kAll)                           \
   X(S32, "int32", kInt32, kAll)                           \
@@ -23,8 +25,8 @@ enum Reductions { kNone, kMinMax, kSumProd, kAll };
   X(U64, "uint64", kUint64, kAll)                         \
   X(F16, "float16", kUint16, kNone)                       \
   X(BF16, "bfloat16", kUint16, kNone)                     \
-  X(F32, "float32", kFloat32, kAll)                       \
-  X(F64, "float64", kFloat64, kAll)                       \
+  X(F32, "float32", kFloat32, kReal)                      \
+  X(F64, "float64", kFloat64, kReal)                      \
   X(C64, "complex64", kComplex64, kSumProd)               \
   X(C128, "complex128", kComplex128, kSumProd)            \
   X(F8E5M2, "float8_e5m2", kUint8, kNone)                 \
@@ -93,13 +95,8 @@ bool ReduceType(ffi::DataType dtype, int64_t number, Type* type) {
   const Op op = static_cast<Op>(number);
   if (!MoveType(dtype, type)) return false;
   if (op == Op::kSumBfloat16) return dtype == ffi::F32;
-  switch (ReductionsOf(dtype)) {
-    case kAll: return true;
-    case kSumProd: return op == Op::kSum || op == Op::kProd;
-    case kMinMax: return op == Op::kMin || op == Op::kMax;
-    case kNone: return false;
-  }
-  return false;
+  const Reductions needed = op == Op::kMin || op == Op::kMax ? kMinMax : IsBitwise(op) ? kBitwise : kSumProd;
+  return (ReductionsOf(dtype) & needed) != 0;
 }
 
 }  // namespace pycollective

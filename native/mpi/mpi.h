@@ -118,7 +118,10 @@ inline constexpr int kTypeCount = sizeof(kTypeBytes) / sizeof(kTypeBytes[0]);
   X(kSum, "sum", "SUM")         \
   X(kProd, "prod", "PROD")      \
   X(kMin, "min", "MIN")         \
-  X(kMax, "max", "MAX")
+  X(kMax, "max", "MAX")         \
+  X(kAnd, "and", "BAND")        \
+  X(kOr, "or", "BOR")           \
+  X(kXor, "xor", "BXOR")
 // The last one is not MPI's: a sum of float32 whose terms are sent between ranks as bfloat16.
 #define PYCOLLECTIVE_OPS(X) PYCOLLECTIVE_MPI_OPS(X) X(kSumBfloat16, "sum_bfloat16", nullptr)
 

@@ -44,12 +44,16 @@ void ReduceOf(int operands, const OperandOf& operand_of, int64_t count, void* y,
     case Op::kSum:
     case Op::kSumBfloat16: return ReduceAs<Op::kSum>(operands, operand_of, count, out);
     case Op::kProd: return ReduceAs<Op::kProd>(operands, operand_of, count, out);
-    case Op::kMin:
-      if constexpr (!IsComplex<T>::value) return ReduceAs<Op::kMin>(operands, operand_of, count, out);
-      break;
-    case Op::kMax:
-      if constexpr (!IsComplex<T>::value) return ReduceAs<Op::kMax>(operands, operand_of, count, out);
-      break;
+#define PYCOLLECTIVE_CASE(constant, has_it) \
+  case Op::constant:                        \
+    if constexpr (has_it) return ReduceAs<Op::constant>(operands, operand_of, count, out); \
+    break;
+    PYCOLLECTIVE_CASE(kMin, !IsComplex<T>::value)
+    PYCOLLECTIVE_CASE(kMax, !IsComplex<T>::value)
+    PYCOLLECTIVE_CASE(kAnd, std::is_integral_v<T>)
+    PYCOLLECTIVE_CASE(kOr, std::is_integral_v<T>)
+    PYCOLLECTIVE_CASE(kXor, std::is_integral_v<T>)
+#undef PYCOLLECTIVE_CASE
   }
 }
 

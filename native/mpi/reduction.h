@@ -35,6 +35,8 @@ T Extremum(T a, T b) {
   return result;
 }
 
+constexpr bool IsBitwise(Op op) { return op == Op::kAnd || op == Op::kOr || op == Op::kXor; }
+
 // Integer sums and products wrap around.
 template <Op kOp, typename T>
 T Apply(T a, T b) {
@@ -43,6 +45,9 @@ T Apply(T a, T b) {
     using Wide = std::common_type_t<U, unsigned>;  // C++ promotes smaller types to a signed int
     const Wide wide = kOp == Op::kSum ? Wide(U(a)) + Wide(U(b)) : Wide(U(a)) * Wide(U(b));
     return static_cast<T>(static_cast<U>(wide));
+  } else if constexpr (IsBitwise(kOp)) {
+    static_assert(std::is_integral_v<T>, "only integers have bits to combine");
+    return static_cast<T>(kOp == Op::kAnd ? a & b : kOp == Op::kOr ? a | b : a ^ b);
   } else if constexpr (kOp == Op::kSum) {
     return a + b;
   } else if constexpr (kOp == Op::kProd) {

@@ -127,6 +127,8 @@ def reducible(where: str, comm: Participants, x: Array, op: str) -> Array:
     """Returns ``x``, for whose dtype the reduction ``op`` must be defined."""
     if not _is_number(x.dtype):
         fail(TypeError, where, comm, f"a dtype that {op} is defined for", x.dtype, "Reduce numbers or bools.")
+    if op in dtypes.BITWISE and not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
+        fail(TypeError, where, comm, f"a dtype that {op} is defined for", x.dtype, "Reduce integers or bools.")
     if op in ("min", "max") and jnp.issubdtype(x.dtype, jnp.complexfloating):
         fail(
             TypeError,

@@ -91,13 +91,14 @@ def psum(
             errors.fail(ValueError, "psum", None, "no axis_index_groups with wire_dtype", axis_index_groups, remedy)
         return sum_on_wire("psum", x, axis_name, wire_dtype, total)
     if wire_dtype is None:
-        return _allreduce("psum", x, axis_name, "sum", axis_index_groups)
+        return over_ranks("psum", x, axis_name, "sum", axis_index_groups)
     comm = checks.group("psum", given_or_world("psum", axis_name), axis_index_groups, equal=False)
     x = checks.call_for_leaves("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
     return sum_on_wire("psum", x, comm, wire_dtype, lambda xs: reductions.allreduce_all(xs, comm=comm, op="sum"))
 
 
-def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -> PyTree:
+def over_ranks(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups = None) -> PyTree:
+    """Returns the reductions of the leaves of ``x``, made by one call, for the public function ``where``."""
     comm = checks.group(where, given_or_world(where, axis_name), groups, equal=False)
     leaves, tree = jax.tree.flatten(
         checks.call_for_leaves(where, comm, lambda leaf: checks.reducible(where, comm, leaf, op), x)
@@ -199,7 +200,7 @@ def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
     """
     if is_name(axis_name):
         return by_name("pmax", axis_name, lax.pmax, x, axis_name, axis_index_groups=axis_index_groups)
-    return _allreduce("pmax", x, axis_name, "max", axis_index_groups)
+    return over_ranks("pmax", x, axis_name, "max", axis_index_groups)
 
 
 def pmin(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
@@ -239,4 +240,4 @@ def pmin(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
     """
     if is_name(axis_name):
         return by_name("pmin", axis_name, lax.pmin, x, axis_name, axis_index_groups=axis_index_groups)
-    return _allreduce("pmin", x, axis_name, "min", axis_index_groups)
+    return over_ranks("pmin", x, axis_name, "min", axis_index_groups)

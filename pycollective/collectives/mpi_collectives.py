@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pycollective import errors
 from pycollective.collectives import checks
 from pycollective.collectives.checks import Array, PyTree
+from pycollective.collectives.jax_reductions import over_ranks
 from pycollective.primitives import exchanges, messages, reductions
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import given_or_world
@@ -71,7 +72,7 @@ def reduce(x: PyTree, comm: Communicator | None = None, *, op: str = "sum", root
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
         comm: a communicator, the world by default.
-        op: the reduction: "sum", the default, "prod", "min" or "max".
+        op: the reduction: "sum", the default, "prod", "min", "max", or "and", "or", "xor" of integers and bools.
         root: the rank that gets the result. Default 0.
 
     Returns:
@@ -108,6 +109,158 @@ def reduce(x: PyTree, comm: Communicator | None = None, *, op: str = "sum", root
         return reductions.reduce(checks.reducible("reduce", comm, leaf, name), comm=comm, op=name, root=rank)
 
     return checks.call_for_leaves_of_root("reduce", comm, reduce_leaf, x)
+
+
+def allreduce(
+    x: PyTree, comm: Communicator | None = None, *, op: str | Callable[[PyTree, PyTree], PyTree] = "sum"
+) -> PyTree:
+    """Reduces over ranks and gives all of them the result: ``y_r = op_s x_s``.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        comm: a communicator, the world by default.
+        op: the reduction: "sum", the default, "prod", "min", "max", or "and", "or", "xor" of integers and bools. Or a
+            function of two trees like ``x`` that returns one, of the same shapes and dtypes, such as
+            ``jnp.matmul``: the arrays of all ranks are gathered, and each rank combines them from left to right in the
+            order of the ranks.
+
+    Returns:
+        The result, of the structure, shapes and dtypes of ``x``; sums and products of bool are int32.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value; for a function whose
+            result is not like ``x``.
+
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        As for :func:`reduce`; with a function all that it takes.
+
+    Differentiation:
+        For "sum" as for :func:`psum`, for "min" and "max" as for :func:`pmax`; with a function that of the function, so
+        ``jnp.multiply`` has the derivative that "prod" has not. Other operations raise NotImplementedError.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Allreduce (MPI standard, 6.9.6).
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> rank, size = pc.world().rank, pc.axis_size()
+        >>> int(pc.allreduce(1 << rank, op="or")) == (1 << size) - 1
+        True
+        >>> shear = jnp.array([[1, 1], [0, 1]])
+        >>> pc.allreduce(shear, op=jnp.matmul).tolist() == [[1, size], [0, 1]]
+        True
+    """
+    comm = given_or_world("allreduce", comm)
+    if not callable(op):
+        return over_ranks("allreduce", x, comm, checks.op("allreduce", comm, op))
+    x = checks.map_arrays("allreduce", comm, lambda leaf: leaf, x)
+    gathered = checks.call_for_leaves("allreduce", comm, lambda leaf: reductions.allgather(leaf, comm=comm), x)
+    of = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (jax.eval_shape(lambda: x), jax.eval_shape(op, x, x)))
+    if of[0] != of[1]:
+        errors.fail(
+            TypeError,
+            "allreduce",
+            comm,
+            f"op to return what it gets, {of[0]}",
+            of[1],
+            "Cast its result, and keep its shape.",
+        )
+    first, others = jax.tree.map(lambda each: each[0], gathered), jax.tree.map(lambda each: each[1:], gathered)
+    return jax.lax.scan(lambda left, right: (op(left, right), None), first, others)[0]
+
+
+def maxloc(x: PyTree, comm: Communicator | None = None) -> tuple[PyTree, PyTree]:
+    """Takes the maximum over ranks, and the lowest rank that has it: ``y_r = max_s x_s``, element by element.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        comm: a communicator, the world by default.
+
+    Returns:
+        The maximum as :func:`pmax` takes it, so NaN wins, and the ranks, int32 arrays of the same shapes.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value, and for complex numbers.
+
+    Shape:
+        That of ``x``, twice.
+
+    Dtypes:
+        Real numbers and bool.
+
+    Differentiation:
+        As for :func:`pmax`.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_MAXLOC (MPI standard, 6.9.4).
+
+    Example:
+        >>> import pycollective as pc
+        >>> value, rank = pc.maxloc(10 * pc.axis_index())
+        >>> int(value) == 10 * int(rank), int(rank) == pc.axis_size() - 1
+        (True, True)
+    """
+    return _with_rank("maxloc", x, comm, "max")
+
+
+def minloc(x: PyTree, comm: Communicator | None = None) -> tuple[PyTree, PyTree]:
+    """Takes the minimum over ranks, and the lowest rank that has it: ``y_r = min_s x_s``, element by element.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        comm: a communicator, the world by default.
+
+    Returns:
+        The minimum as :func:`pmin` takes it, so NaN wins, and the ranks, int32 arrays of the same shapes.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value, and for complex numbers.
+
+    Shape:
+        That of ``x``, twice.
+
+    Dtypes:
+        Real numbers and bool.
+
+    Differentiation:
+        As for :func:`pmin`.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_MINLOC (MPI standard, 6.9.4).
+
+    Example:
+        >>> import pycollective as pc
+        >>> value, rank = pc.minloc(5)
+        >>> int(value), int(rank)
+        (5, 0)
+    """
+    return _with_rank("minloc", x, comm, "min")
+
+
+def _with_rank(where: str, x: PyTree, comm: Any, op: str) -> tuple[PyTree, PyTree]:
+    comm = given_or_world(where, comm)
+
+    def find(leaf: Array) -> tuple[Array, Array]:
+        (extreme,) = reductions.allreduce_all([checks.reducible(where, comm, leaf, op)], comm=comm, op=op)
+        is_here = (leaf == extreme) | ((leaf != leaf) & (extreme != extreme))  # a NaN is no number
+        place = jnp.where(is_here, jnp.int32(comm.rank), jnp.int32(comm.size))
+        return extreme, reductions.allreduce_all([place], comm=comm, op="min")[0]
+
+    found = checks.call_for_leaves(where, comm, find, x)
+    extreme, rank = (jax.tree.map(lambda _, pair, i=i: pair[i], x, found) for i in (0, 1))
+    return extreme, rank
 
 
 def gather(x: PyTree, comm: Communicator | None = None, *, root: int = 0) -> PyTree:
@@ -215,7 +368,7 @@ def scan(x: PyTree, comm: Communicator | None = None, *, op: str = "sum") -> PyT
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
         comm: a communicator, the world by default.
-        op: the reduction: "sum", the default, "prod", "min" or "max".
+        op: the reduction: "sum", the default, "prod", "min", "max", or "and", "or", "xor" of integers and bools.
 
     Returns:
         The reduction up to this rank, of the shapes and dtypes of ``x``; sums and products of bool are int32.
@@ -253,7 +406,7 @@ def exscan(x: PyTree, comm: Communicator | None = None, *, op: str = "sum") -> P
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
         comm: a communicator, the world by default.
-        op: the reduction: "sum", the default, "prod", "min" or "max".
+        op: the reduction: "sum", the default, "prod", "min", "max", or "and", "or", "xor" of integers and bools.
 
     Returns:
         The reduction up to the rank before, of the shapes and dtypes of ``x``; sums and products of bool are int32.

@@ -106,7 +106,10 @@ def _is_differentiable(x: Array) -> bool:
 
 # Reductions ------------------------------------------------------------------------------------------------------
 
-_NAMES = ((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
+_NAMES = (
+    *((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max")),
+    *((MPI.BAND, "and"), (MPI.BOR, "or"), (MPI.BXOR, "xor")),
+)
 
 
 def _truth(of: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
@@ -117,9 +120,6 @@ _FOLDS: tuple[tuple[MPI.Op, Callable[[Array, Array], Array]], ...] = (
     (MPI.LAND, _truth(jnp.logical_and)),
     (MPI.LOR, _truth(jnp.logical_or)),
     (MPI.LXOR, _truth(jnp.logical_xor)),
-    (MPI.BAND, jnp.bitwise_and),
-    (MPI.BOR, jnp.bitwise_or),
-    (MPI.BXOR, jnp.bitwise_xor),
 )
 """Operations that are computed on this rank, from the arrays of all ranks."""
 
@@ -201,11 +201,7 @@ def allreduce(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> 
     x = _array("allreduce", ranks, "x", x)
 
     def by_name(name: str) -> Array:
-        if name == "sum":
-            return _sum(x, ranks)
-        if name == "prod":
-            return pc.broadcast(pc.reduce(x, ranks, op="prod"), ranks)
-        return (pc.pmin if name == "min" else pc.pmax)(x, ranks)
+        return _sum(x, ranks) if name == "sum" else pc.allreduce(x, ranks, op=name)
 
     return _reduction("allreduce", ranks, op, by_name, functools.partial(_fold, ranks, x, ranks.size))
 

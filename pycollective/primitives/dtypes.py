@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-OPS = ("sum", "prod", "min", "max")
+BITWISE = ("and", "or", "xor")
+"""The reductions of integers, bit by bit, and of bools."""
+OPS = ("sum", "prod", "min", "max", *BITWISE)
 """The reductions of MPI."""
 SUMS = ("sum", "sum_bfloat16")
 """The linear reductions. "sum_bfloat16" adds float32 numbers that go between ranks as bfloat16; only ``allreduce`` has

@@ -103,7 +103,7 @@ def _allreduce_jvp_rule(
                 (total,) = allreduce_all([t * mask], comm=comm, op="sum", passed=of_tangent)
                 zeros[i] = total / holders
         return ys, zeros
-    remedy = "Use exp(psum(log(x))) where x > 0."
+    remedy = "Use allreduce(x, op=jnp.multiply) for a product, which gathers the arrays, or lax.stop_gradient."
     return define.refuse_derivative("allreduce", "op='sum', 'min' or 'max'", remedy, {"op": op})
 
 

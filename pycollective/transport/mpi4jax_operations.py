@@ -45,12 +45,23 @@ class Ranks(NamedTuple):
     all_in_order: bool
 
 
-MPI_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+MPI_OPS = {
+    "sum": MPI.SUM,
+    "prod": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "and": MPI.BAND,
+    "or": MPI.BOR,
+    "xor": MPI.BXOR,
+}
 _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "sum": lax.add,
     "prod": lax.mul,
     "min": lax.min,
     "max": lax.max,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
 }
 
 

@@ -114,6 +114,9 @@ COLLECTIVES: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[str, ...]]
 OF_MPI: dict[Callable[..., Any], tuple[str, ...]] = {
     pc.broadcast: ("root",),
     pc.reduce: ("op", "root"),
+    pc.allreduce: ("op",),
+    pc.maxloc: (),
+    pc.minloc: (),
     pc.gather: ("root",),
     pc.scatter: ("root",),
     pc.scan: ("op",),

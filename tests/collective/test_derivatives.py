@@ -135,6 +135,7 @@ def test_complex(world: pc.Communicator) -> None:
     ("call", "name"),
     [
         (lambda x, comm: pc.reduce(x, comm, op="prod"), "reduce with op='prod'"),
+        (lambda x, comm: pc.allreduce(x, comm, op="prod"), "allreduce with op='prod'"),
         (lambda x, comm: pc.scan(x, comm, op="max"), "scan with op='max'"),
         (lambda x, comm: pc.exscan(x, comm, op="prod"), "exscan with op='prod'"),
         (lambda x, comm: (pc.send(x, comm, dest=0), x)[1], "send"),

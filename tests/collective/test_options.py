@@ -138,14 +138,96 @@ def test_every_root(root: int, world: pc.Communicator) -> None:
     np.testing.assert_allclose(pc.reduce(x, world, root=root), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("op", ["sum", "prod", "min", "max"])
+REDUCTIONS: dict[str, Any] = {
+    "sum": np.sum,
+    "prod": np.prod,
+    "min": np.min,
+    "max": np.max,
+    "and": np.bitwise_and.reduce,
+    "or": np.bitwise_or.reduce,
+    "xor": np.bitwise_xor.reduce,
+}
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
 def test_every_op(op: str, comm: pc.Communicator) -> None:
     xs = values((comm.size, 5), np.int32)
-    function = {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max}[op]
+    function = REDUCTIONS[op]
     x, r = jnp.asarray(xs[comm.rank]), comm.rank
+    np.testing.assert_array_equal(pc.allreduce(x, comm, op=op), function(xs, axis=0))
     np.testing.assert_array_equal(pc.scan(x, comm, op=op), function(xs[: r + 1], axis=0))
     np.testing.assert_array_equal(pc.exscan(x, comm, op=op), function(xs[:r], axis=0) if r else np.zeros(5))
     np.testing.assert_array_equal(pc.reduce(x, comm, op=op), function(xs, axis=0) if r == 0 else np.zeros(5))
+
+
+@pytest.mark.parametrize("op", ["and", "or", "xor"])
+def test_bitwise_operations_of_every_dtype(op: str, world: pc.Communicator) -> None:
+    dtypes = ["bool", "int4", "uint4", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
+    with jax.enable_x64(True):
+        xs = {}
+        for dtype in dtypes:
+            bits = np.random.default_rng(3).integers(
+                0, 256, (world.size, 40, np.dtype(jnp.dtype(dtype)).itemsize), "u1"
+            )
+            whole = bits.view({1: "i1", 2: "i2", 4: "i4", 8: "i8"}[bits.shape[-1]])[..., 0]
+            xs[dtype] = (whole % 2 if dtype == "bool" else whole).astype(jnp.dtype(dtype))
+        got = jax.jit(lambda x: pc.allreduce(x, world, op=op))(
+            {name: jnp.asarray(x[world.rank]) for name, x in xs.items()}
+        )
+        for dtype, x in xs.items():
+            small = dtype.endswith("int4")
+            want = REDUCTIONS[op](x.astype(np.int8) if small else x, axis=0).astype(x.dtype)
+            assert got[dtype].dtype == jnp.dtype(dtype)
+            np.testing.assert_array_equal(np.asarray(got[dtype]), want)
+    for call in (pc.allreduce, pc.reduce, pc.scan, pc.exscan):
+        with pytest.raises(TypeError, match=f"expected a dtype that {op} is defined for, got float32"):
+            call(jnp.ones(3), world, op=op)
+
+
+def test_large_bitwise_sums(world: pc.Communicator) -> None:
+    """Beyond what is read from a board: by all algorithms of a host, and on hosts by levels."""
+    xs = np.random.default_rng(0).integers(-(2**31), 2**31, (world.size, 600_000), np.int32)
+    for op in ("and", "or", "xor"):
+        got = pc.allreduce(jnp.asarray(xs[world.rank]), world, op=op)
+        np.testing.assert_array_equal(got, REDUCTIONS[op](xs, axis=0))
+
+
+def test_a_function_of_the_user(comm: pc.Communicator) -> None:
+    """Not commutative, on a tree, with derivatives and under vmap."""
+    xs, ys = values((comm.size, 3, 2, 2)), values((comm.size, 3, 4), seed=1)
+
+    def op(left: Any, right: Any) -> Any:
+        return left[0] @ right[0], left[1] * right[1]
+
+    def of_all(xs: Any, ys: Any) -> Any:
+        result = (xs[0], ys[0])
+        for x, y in zip(xs[1:], ys[1:], strict=True):
+            result = op(result, (x, y))
+        return result
+
+    def loss(x: Any, y: Any) -> Any:
+        return sum(jnp.sum(jnp.sin(each)) for each in pc.allreduce((x, y), comm, op=op))
+
+    own = jnp.asarray(xs[comm.rank]), jnp.asarray(ys[comm.rank])
+    want = of_all(jnp.asarray(xs), jnp.asarray(ys))
+    for got in (pc.allreduce(own, comm, op=op), jax.vmap(lambda *own: pc.allreduce(own, comm, op=op))(*own)):
+        for mine, whole in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, whole, rtol=1e-5, atol=1e-5)
+    gradients = jax.jit(jax.grad(loss, (0, 1)))(*own)
+    losses = lambda xs, ys: comm.size * sum(jnp.sum(jnp.sin(each)) for each in of_all(xs, ys))
+    for mine, whole in zip(gradients, jax.grad(losses, (0, 1))(jnp.asarray(xs), jnp.asarray(ys)), strict=True):
+        np.testing.assert_allclose(mine, whole[comm.rank], rtol=1e-3, atol=1e-3)
+    with pytest.raises(TypeError, match="op to return what it gets"):
+        pc.allreduce(own[0], comm, op=lambda left, right: (left + right).sum(axis=0))
+
+
+def test_places_of_extrema(comm: pc.Communicator) -> None:
+    xs = values((comm.size, 60)).round(0)  # with equal numbers
+    xs[comm.size - 1, :4] = np.nan
+    for call, of_numpy in ((pc.maxloc, np.argmax), (pc.minloc, np.argmin)):
+        value, rank = jax.jit(lambda x, call=call: call({"x": x}, comm))(jnp.asarray(xs[comm.rank]))
+        np.testing.assert_array_equal(rank["x"], of_numpy(xs, axis=0))
+        np.testing.assert_array_equal(value["x"], np.take_along_axis(xs, of_numpy(xs, axis=0)[None], 0)[0])
 
 
 def test_partial_permutations(world: pc.Communicator) -> None:

@@ -106,7 +106,21 @@ def test_the_constants_of_messages_need_neither_mpi_nor_jax() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("broadcast", "reduce", "gather", "scatter", "scan", "exscan", "send", "recv", "sendrecv", "barrier"),
+        *(
+            "allreduce",
+            "maxloc",
+            "minloc",
+            "broadcast",
+            "reduce",
+            "gather",
+            "scatter",
+            "scan",
+            "exscan",
+            "send",
+            "recv",
+            "sendrecv",
+            "barrier",
+        ),
         *("ragged_exchange", "ragged_all_gather", "ragged_gather", "ragged_scatter"),
     ],
 )
