@@ -347,6 +347,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
         on_ranks(
             2, "stand-in for GPUs, dispatched ahead", *files("collective", "messages options"),
+            "tests/collective/test_ragged.py::test_slices_go_where_the_sender_says",
             **standin("staged", PYCOLLECTIVE_GPU_DISPATCH="ahead", PYCOLLECTIVE_STAGE_BYTES="1024"),
         ),
         on_ranks(

@@ -147,6 +147,7 @@ Record Call::RecordOf(const Signature& signature, int64_t nbytes, CallState stat
 
 ffi::Error Call::Prepare(Signature signature, int64_t seq, const std::function<void()>& before_messages) {
   if (IsCollective(operation_)) {  // not for a message: the other ranks would not take part in making the channel
+    if (!lane_->channel.made.load(std::memory_order_acquire)) before_messages();
     const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
     if (!made.ok()) return ErrorOf(made);
     signature.staging = staging_;

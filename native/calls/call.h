@@ -267,7 +267,7 @@ class Call {
   [[noreturn]] void EndAhead(const xla::ffi::Error& error) const;
 
   // Makes the channel if it does not exist, and compares the call with the other ranks. `seq`: its number on the channel.
-  // `before_messages`: called before the ranks compare it by messages, with the lock of the channel's comparison held.
+  // `before_messages`: called before the ranks make the channel, or compare the call by messages, perhaps with the lock of the comparison.
   xla::ffi::Error Prepare(Signature signature, int64_t seq, const std::function<void()>& before_messages);
   // The error for a call that differs on another rank.
   xla::ffi::Error Differs(const Post& mine, const Difference& found) const;

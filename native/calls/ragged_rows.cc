@@ -39,7 +39,7 @@ std::string FaultOf(const RowSlices& slices, const std::vector<Announced>& arriv
   std::vector<std::pair<Announced, int64_t>> places;
   for (int64_t i = 0; i < count; ++i) {
     const auto [size, offset] = arriving[static_cast<size_t>(i)];
-    if (size != slices.recv_sizes[i]) {
+    if (size < 0 || size != slices.recv_sizes[i]) {
       return "expected " + std::to_string(slices.recv_sizes[i]) + " rows from rank " + peer(i) + ", as recv_sizes says, got " + std::to_string(size);
     }
     if (IsOutside(offset, size, y_rows)) {

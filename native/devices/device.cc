@@ -203,6 +203,14 @@ Outcome Device::TryAheadHere(char* memory, size_t nbytes) {
 
   const uint32_t number = first_number + 1;
   const auto release = [&] { number_->store(number); };  // the host itself writes the number
+  std::mutex mutex;
+  std::condition_variable ended;
+  bool has_ended = false, in_time = true;
+  std::thread timer([&] {  // it calls nothing of the driver, which may hold up any thread that does
+    std::unique_lock<std::mutex> lock(mutex);
+    in_time = ended.wait_for(lock, std::chrono::milliseconds(ahead_limit_ms), [&] { return has_ended; });
+    if (!in_time) release();
+  });
   std::vector<void*> streams;
   const auto wait_for_number = [&]() -> Outcome {
     while (streams.size() < kStreams) {
@@ -214,52 +222,39 @@ Outcome Device::TryAheadHere(char* memory, size_t nbytes) {
     PYCOLLECTIVE_RUNTIME(MemsetAsync, memory, kAfter, nbytes, streams[0]);
     return {};
   };
-  Outcome outcome = wait_for_number();
-  if (outcome.ok()) {
-    Outcome filled, copied;
-    std::mutex mutex;
-    std::condition_variable ended;
-    bool has_ended = false;
-    std::thread fills([&] {
-      const auto fill = [&]() -> Outcome {
-        PYCOLLECTIVE_RUNTIME(SetDevice, ordinal_);
-        for (int i = 0; i < kFills; ++i) PYCOLLECTIVE_RUNTIME(MemsetAsync, memory, kAfter, nbytes, streams[0]);
-        return {};
-      };
-      filled = fill();
-    });
-    std::thread copies([&] {
-      const auto copy_and_write = [&]() -> Outcome {
-        PYCOLLECTIVE_RUNTIME(SetDevice, ordinal_);
-        for (int i = 0; i < kLooks; ++i) {
-          PYCOLLECTIVE_RETURN_IF_FAILED(copy(true));
-          if (!has(kBefore)) return {"StreamWaitValue", 0, "a stream that does not wait", true};
-          std::this_thread::sleep_for(std::chrono::milliseconds(10));  // a fill that does not wait has time to come
-        }
-        PYCOLLECTIVE_RETURN_IF_FAILED(copy(false));
-        PYCOLLECTIVE_RETURN_IF_FAILED(WriteNumber(number));
-        PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);
-        if (number_->load() != number) return {"StreamWriteValue", 0, "a number that is not written", true};
-        return {};
-      };
-      copied = copy_and_write();
-      const std::lock_guard<std::mutex> lock(mutex);
-      has_ended = true;
-      ended.notify_all();
-    });
-    bool in_time;
-    {
-      std::unique_lock<std::mutex> lock(mutex);
-      in_time = ended.wait_for(lock, std::chrono::milliseconds(ahead_limit_ms), [&] { return has_ended; });
+  const auto fill = [&]() -> Outcome {
+    PYCOLLECTIVE_RUNTIME(SetDevice, ordinal_);
+    for (int i = 0; i < kFills; ++i) PYCOLLECTIVE_RUNTIME(MemsetAsync, memory, kAfter, nbytes, streams[0]);
+    return {};
+  };
+  const auto copy_and_write = [&]() -> Outcome {
+    for (int i = 0; i < kLooks; ++i) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(copy(true));
+      if (!has(kBefore)) return {"StreamWaitValue", 0, "a stream that does not wait", true};
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));  // a fill that does not wait has time to come
     }
-    if (!in_time || !copied.ok()) release();
-    copies.join();
-    fills.join();
-    outcome = !copied.ok() ? copied : filled;
-    if (!in_time) outcome = {"StreamWriteValue", 0, "copies that do not end while other streams wait", true};
-  } else {
-    release();
+    PYCOLLECTIVE_RETURN_IF_FAILED(copy(false));
+    PYCOLLECTIVE_RETURN_IF_FAILED(WriteNumber(number));
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);
+    if (number_->load() != number) return {"StreamWriteValue", 0, "a number that is not written", true};
+    return {};
+  };
+  Outcome outcome = wait_for_number(), filled;
+  std::thread fills;
+  if (outcome.ok()) {
+    fills = std::thread([&] { filled = fill(); });
+    outcome = copy_and_write();
   }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    has_ended = true;
+    ended.notify_all();
+  }
+  timer.join();
+  if (!outcome.ok()) release();
+  if (fills.joinable()) fills.join();
+  if (outcome.ok()) outcome = filled;
+  if (!in_time) outcome = {"StreamWriteValue", 0, "copies that do not end while other streams wait", true};
   for (void* stream : streams) {
     const int code = runtime.StreamSynchronize(stream);
     if (outcome.ok() && code != 0) outcome = RuntimeError("StreamSynchronize", code);

@@ -334,11 +334,20 @@ class ChannelReport {
 
 using Channels = std::map<std::pair<int64_t, int64_t>, ChannelReport>;
 
+// Whether a rank makes an earlier collective of the same channel: a call that is dispatched ahead is compared while the data of the earlier
+// ones are under way.
+bool ComesAfterAnother(const CallStatus& call, const Status& status) {
+  return std::any_of(status.under_way.begin(), status.under_way.end(), [&](const CallStatus& other) {
+    return other.is_for_all() && other.state == kStarted && other.operation < kFirstWait && call.operation < kFirstWait &&
+           other.group == call.group && other.channel == call.channel && other.seq < call.seq;
+  });
+}
+
 Channels ChannelsOf(const std::vector<Status>& statuses) {
   Channels channels;
   for (const Status& status : statuses) {
     for (const CallStatus& call : status.under_way) {
-      if (!call.is_for_all() || call.state != kStarted) continue;
+      if (!call.is_for_all() || call.state != kStarted || ComesAfterAnother(call, status)) continue;
       channels[{call.group, call.operation < kFirstWait ? call.channel : -call.operation}].Add(status, call);
     }
   }

@@ -380,9 +380,8 @@ Outcome HostCollective::ReadAndReduce(const Arguments& a, int64_t first, int64_t
         },
         n, At(to, done, a.type), a.type, a.op);
   }
-  for (int rank = 0; rank < member_.size; ++rank) {  // those that Read has not asked
-    if (rank == member_.rank || mapped_of(rank) == nullptr) continue;
-    if (exchange_.HasGivenUp(rank)) return WaitFor(rank, UINT64_MAX);
+  for (int rank = 0; rank < member_.size; ++rank) {  // Read has not asked those whose arrays are mapped
+    if (rank != member_.rank && exchange_.HasGivenUp(rank)) return WaitFor(rank, UINT64_MAX);
   }
   return {};
 }
@@ -465,9 +464,10 @@ Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts,
 Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts, Range range, Algorithm algorithm) {
   if (algorithm == Algorithm::kThroughBuffers) return AllgatherThroughBuffers(a, parts, range);
   if (algorithm == Algorithm::kByReading) return AllgatherByReading(a, parts, range);
-  return EachBlock(parts, [&](int root, int64_t first, int64_t of_part, int64_t n) {
+  return EachBlock(parts, [&](int root, int64_t first, int64_t of_part, int64_t n) -> Outcome {
     void* const to = At(a.recv, first, a.type);
-    Arguments block = a.On(root == member_.rank ? At(a.send, of_part, a.type) : to, to, n);
+    if (root == member_.rank) PYCOLLECTIVE_RETURN_IF_FAILED(Read(root, to, At(a.send, of_part, a.type), Bytes(n, a.type)));
+    Arguments block = a.On(to, to, n);  // on the root as well: all ranks choose the algorithm of the broadcast by where these lie
     block.root = root;
     return mpi_.Bcast(channel_, block);
   });

@@ -188,20 +188,32 @@ _TRIAL_BYTES = 256
 
 
 def use_ahead(
-    mpi: MPI.Intracomm, kind: str, devices: Sequence[jax.Device], libraries: Sequence[ctypes.CDLL | None]
+    mpi: MPI.Intracomm,
+    kind: str,
+    devices: Sequence[jax.Device],
+    libraries: Sequence[ctypes.CDLL | None],
+    *,
+    direct: bool,
 ) -> None:
     """Lets collectives be dispatched ahead, if that works on all devices of all ranks. Else rank 0 warns.
 
-    All ranks of ``mpi`` must make this call, before the buffers of the devices are made.
+    All ranks of ``mpi`` must make this call, before the buffers of the devices are made. An MPI library that reads the
+    memory of devices copies on streams of its own. These may share a hardware queue with a stream that waits for the
+    copy, and no trial finds all of them.
 
     Args:
         mpi: the ranks.
         kind: the kind of the devices.
         devices: those of this rank.
         libraries: the runtime and the driver of the devices.
+        direct: whether MPI gets pointers to the memory of the devices.
     """
-    missing = native.bind_ahead(*libraries)
-    own = next(filter(None, map(_fault_in_ahead, devices)), None) if missing is None else f"no {missing}"
+    if direct:
+        own: str | None = "an MPI library that copies on streams of its own, unless PYCOLLECTIVE_GPU_DIRECT=off"
+    elif (missing := native.bind_ahead(*libraries)) is not None:
+        own = f"no {missing}"
+    else:
+        own = next(filter(None, map(_fault_in_ahead, devices)), None)
     faults = {rank: fault for rank, fault in enumerate(mpi.allgather(own)) if fault is not None}
     native.set_ahead(not faults)
     if faults and mpi.rank == 0:

@@ -190,7 +190,7 @@ def start(
             # A program may run on any device of the process, with init's devices or without.
             local = jax.local_devices(backend=own[0].platform)
             if config.gpu_dispatch == "ahead":
-                accelerators.use_ahead(mpi, kind, local, (found, runtime.load_driver(known)))
+                accelerators.use_ahead(mpi, kind, local, (found, runtime.load_driver(known)), direct=direct)
             native.start_accelerators(mpi, kind, [int(device.local_hardware_id) for device in local])
     rank_exit.register_exit_handler(dispatch.flush, _state.timeout)
     _state.started = True

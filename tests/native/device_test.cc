@@ -735,8 +735,10 @@ void TestAheadIsRefused() {
   CHECK(refusal() == "a number that is not written");
   standin_limit_queues(1000);
   CHECK(refusal(1000) == "copies that do not end while other streams wait");
-  standin_limit_queues(0);
   standin_share_queues(-5);
+  standin_limit_queues(8);  // the thread that lets the streams wait is held up as well
+  CHECK(TryAhead().detail == "copies that do not end while other streams wait");  // in 1 s as well
+  standin_limit_queues(0);
   CHECK(refusal() == "");
   pc::ahead_runtime.StreamCreateWithPriority = [](void** stream, unsigned flags, int) {
     return cudaStreamCreateWithPriority(stream, flags, 0);

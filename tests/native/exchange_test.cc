@@ -548,6 +548,37 @@ void TestArraysInSharedMemory() {
   }
 }
 
+// Without buffers and without the kernel's help the parts of an array in mapped memory are broadcast. The root's part may lie elsewhere, and
+// all ranks choose the same algorithm all the same.
+void TestPartsFromElsewhereInSharedMemory() {
+  constexpr int kSize = 3;
+  constexpr size_t kBytes = static_cast<size_t>(kSize) * kPiece * sizeof(float);
+  void* const memory = mmap(nullptr, kSize * kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(memory != MAP_FAILED);
+  pc::SharedArrays::Open(static_cast<char*>(memory), kSize * kBytes, static_cast<char*>(memory), kSize * kBytes);
+  std::atomic<int> ready{0};
+  OnRanks(kSize, [&](const pc::Library& library, Member& member) {
+    const int rank = member.channel.rank;
+    if (rank == 0) {
+      for (int taken = 0; taken < 1000; ++taken) {  // all buffers
+        pc::Exchange other(pc::BoardSlot::Take(), 0, kSize);
+        other.Begin();
+        CHECK(other.FindBuffers([](int) { return true; }));
+        if (!other.HasBuffers()) break;
+      }
+      ready = 1;
+    }
+    while (ready == 0) Sleep(1);
+    std::vector<float> part(static_cast<size_t>(kPiece));
+    for (int64_t i = 0; i < kPiece; ++i) part[static_cast<size_t>(i)] = Value(rank, i);
+    float* const whole = static_cast<float*>(memory) + static_cast<size_t>(rank) * kBytes / sizeof(float);
+    const pc::Arguments a{part.data(), whole, kSize * kPiece, pc::Type::kFloat32};
+    CHECK(pc::HostCollective(library, member.channel).Allgather(a, {kSize * kPiece, kPiece, kSize}).ok());
+    for (int64_t i = 0; i < kSize * kPiece; ++i) CHECK(whole[i] == Value(static_cast<int>(i / kPiece), i % kPiece));
+  }, 0);
+  pc::SharedArrays::Close();
+}
+
 // A rank without a part leaves before the rank with the part has reduced the arrays, since MPI says that a rank has failed: its array
 // may be anything then.
 void TestAnArrayThatIsGivenUp() {
@@ -917,6 +948,7 @@ const Tests kTests = {
     {"an_array_that_cannot_be_read", TestAnArrayThatCannotBeRead},
     {"a_process_that_is_gone", TestAProcessThatIsGone},
     {"arrays_in_shared_memory", TestArraysInSharedMemory},
+    {"parts_from_elsewhere_in_shared_memory", TestPartsFromElsewhereInSharedMemory},
     {"an_array_that_is_given_up", TestAnArrayThatIsGivenUp},
     {"a_root_that_gives_up", TestARootThatGivesUp},
     {"an_allreduce_that_cannot_read", TestAnAllreduceThatCannotRead},

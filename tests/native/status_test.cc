@@ -295,6 +295,16 @@ std::vector<int> AllBut(int size, const std::vector<int>& others) {
   return ranks;
 }
 
+// A rank that compares a call while the data of the one before are under way waits where the others wait: in the first of both.
+void TestACallThatIsComparedAhead() {
+  const CallStatus sum = Call(kAllreduce, {0, 1, 2});
+  CallStatus next = sum;
+  next.seq = 4;
+  const std::string text = DescribeAll({In(0, {sum, next}), In(1, {sum}), In(2, {})}, {});
+  CHECK(text.find("MISMATCH") == std::string::npos);
+  CHECK(text.find("  Look at rank 2: the others wait for it.\n") != std::string::npos);
+}
+
 std::vector<Status> operator+(std::vector<Status> a, const std::vector<Status>& b) {
   a.insert(a.end(), b.begin(), b.end());
   return a;
@@ -512,6 +522,7 @@ int main(int argc, char** argv) {
                  {"wrong_runs", TestWrongRuns},
                  {"report_on_a_rank_that_is_elsewhere", TestReportOnARankThatIsElsewhere},
                  {"calls_that_differ", TestCallsThatDiffer},
+    {"a_call_that_is_compared_ahead", TestACallThatIsComparedAhead},
                  {"circles_of_collectives", TestCirclesOfCollectives},
                  {"frames_in_the_report", TestFramesInTheReport},
                  {"one_rank_of_a_thousand_is_elsewhere", TestOneRankOfAThousandIsElsewhere},
