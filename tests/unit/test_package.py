@@ -25,8 +25,8 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("name", "here"),
     [
-        ("allreduce", "psum, pmax or pmin"),
-        ("Allreduce", "psum, pmax or pmin"),
+        ("Allreduce", "allreduce"),
+        ("Alltoallv", "ragged_exchange or ragged_all_to_all"),
         ("allgather", "all_gather"),
         ("alltoall", "all_to_all"),
         ("bcast", "broadcast"),
