@@ -39,7 +39,8 @@ std::string FaultOf(const RowSlices& slices, const std::vector<Announced>& arriv
   std::vector<std::pair<Announced, int64_t>> places;
   for (int64_t i = 0; i < count; ++i) {
     const auto [size, offset] = arriving[static_cast<size_t>(i)];
-    if (size < 0 || size != slices.recv_sizes[i]) {
+    if (size < 0) continue;  // its sender refuses it
+    if (size != slices.recv_sizes[i]) {
       return "expected " + std::to_string(slices.recv_sizes[i]) + " rows from rank " + peer(i) + ", as recv_sizes says, got " + std::to_string(size);
     }
     if (IsOutside(offset, size, y_rows)) {
@@ -92,7 +93,7 @@ Outcome ExchangeRows(const Library& mpi, const Channel& of_arrays, const RowSlic
   std::vector<int64_t> starts(static_cast<size_t>(count) + 1, 0);
   std::unique_ptr<char[]> own;
   if (adds && fault.empty()) {
-    for (int64_t i = 0; i < count; ++i) starts[static_cast<size_t>(i) + 1] = starts[static_cast<size_t>(i)] + arriving[static_cast<size_t>(i)].size;
+    for (int64_t i = 0; i < count; ++i) starts[static_cast<size_t>(i) + 1] = starts[static_cast<size_t>(i)] + std::max<int64_t>(arriving[static_cast<size_t>(i)].size, 0);
     const size_t nbytes = Bytes(starts.back() * length, type);
     own.reset(new (std::nothrow) char[nbytes]);
     if (own == nullptr) fault = "expected memory for " + std::to_string(nbytes) + " B that arrive, got none";
