@@ -40,6 +40,14 @@ const char* NameAt(const char* const (&names)[kCount], int64_t index) {
   return index >= 0 && index < static_cast<int64_t>(kCount) ? names[index] : nullptr;
 }
 
+// The message of a failure, which stays valid until the next failure; null for a success.
+const char* FailureText(const pycollective::Outcome& outcome) {
+  static auto& text = *new std::string;
+  if (outcome.ok()) return nullptr;
+  text = std::string(outcome.call) + ": " + outcome.detail;
+  return text.c_str();
+}
+
 }  // namespace
 
 // The MPI functions to look up: "MPI_Allgather", ...
@@ -121,23 +129,15 @@ PYCOLLECTIVE_EXPORT void pycollective_bind_ahead(void* const* addresses) {
 // Tries dispatch ahead on a device, with `nbytes` bytes of its memory: see Device::TryAhead. Returns null, or why it does not work, which
 // stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_try_ahead(int32_t ordinal, int64_t memory, int64_t nbytes) {
-  static auto& error = *new std::string;
-  const pycollective::Outcome outcome = pycollective::Device::Get(ordinal).TryAhead(reinterpret_cast<void*>(memory), nbytes);
-  if (outcome.ok()) return nullptr;
-  error = std::string(outcome.call) + ": " + outcome.detail;
-  return error.c_str();
+  return FailureText(pycollective::Device::Get(ordinal).TryAhead(reinterpret_cast<void*>(memory), nbytes));
 }
 
 // Says whether collectives are dispatched ahead, the same on all ranks.
 PYCOLLECTIVE_EXPORT void pycollective_set_ahead(bool ahead) { pycollective::ahead = ahead; }
 
-// Makes the page-locked buffers of a device. Returns null, or the message of a failure, which stays valid.
+// Makes the page-locked buffers of a device. Returns null, or the message of a failure, which stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_reserve_buffers(int32_t ordinal, int64_t stage_bytes) {
-  static auto& error = *new std::string;
-  const pycollective::Outcome outcome = pycollective::Device::Get(ordinal).Reserve(stage_bytes);
-  if (outcome.ok()) return nullptr;
-  error = std::string(outcome.call) + ": " + outcome.detail;
-  return error.c_str();
+  return FailureText(pycollective::Device::Get(ordinal).Reserve(stage_bytes));
 }
 
 // Communicators --------------------------------------------------------------------------------------------------

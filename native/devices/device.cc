@@ -28,17 +28,14 @@ namespace {
 
 Outcome RuntimeError(const char* call, int code) { return {call, code, runtime.GetErrorString(code), true}; }
 
-// Calls a function of the runtime; returns from the enclosing function if the call fails.
-#define PYCOLLECTIVE_RUNTIME(name, ...)                            \
+// Calls a function of the runtime, from one of its two tables; returns from the enclosing function if the call fails.
+#define PYCOLLECTIVE_CALL_OF(functions, name, ...)                 \
   do {                                                             \
-    const int code_ = runtime.name(__VA_ARGS__);                   \
+    const int code_ = functions.name(__VA_ARGS__);                 \
     if (code_ != 0) return RuntimeError(#name, code_);             \
   } while (false)
-#define PYCOLLECTIVE_AHEAD(name, ...)                              \
-  do {                                                             \
-    const int code_ = ahead_runtime.name(__VA_ARGS__);             \
-    if (code_ != 0) return RuntimeError(#name, code_);             \
-  } while (false)
+#define PYCOLLECTIVE_RUNTIME(name, ...) PYCOLLECTIVE_CALL_OF(runtime, name, __VA_ARGS__)
+#define PYCOLLECTIVE_AHEAD(name, ...) PYCOLLECTIVE_CALL_OF(ahead_runtime, name, __VA_ARGS__)
 
 }  // namespace
 

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -39,8 +41,10 @@ ffi::Error Allreduce(Buffers buffers, const Participants& participants, InToken,
   if (participants.replicated) {
     for (const ArrayPair& array : all.arrays) written.push_back({array.y, static_cast<size_t>(array.nbytes())});
   }
+  // A call in host memory ends before the handler returns, so it needs no copy of the list.
+  using Kept = std::conditional_t<Buffers::kInHostMemory, std::reference_wrapper<const std::vector<ArrayPair>>, std::vector<ArrayPair>>;
   return call.Run(buffers, all.signature, all.nbytes, {written.data(), written.size()},
-                  [arrays = all.arrays, op, bucket_bytes](Buffers& on, const Library& mpi, const Lane& lane) {
+                  [arrays = Kept(all.arrays), op, bucket_bytes](Buffers& on, const Library& mpi, const Lane& lane) {
                     return AllreduceIn(on, mpi, lane, arrays, static_cast<Op>(op), bucket_bytes);
                   });
 }

@@ -160,7 +160,6 @@ def allreduce(
     if not callable(op):
         return over_ranks("allreduce", x, comm, checks.op("allreduce", comm, op))
     x = checks.map_arrays("allreduce", comm, lambda leaf: leaf, x)
-    gathered = checks.call_for_leaves("allreduce", comm, lambda leaf: reductions.allgather(leaf, comm=comm), x)
     of = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (jax.eval_shape(lambda: x), jax.eval_shape(op, x, x)))
     if of[0] != of[1]:
         errors.fail(
@@ -171,6 +170,7 @@ def allreduce(
             of[1],
             "Cast its result, and keep its shape.",
         )
+    gathered = checks.call_for_leaves("allreduce", comm, lambda leaf: reductions.allgather(leaf, comm=comm), x)
     first, others = jax.tree.map(lambda each: each[0], gathered), jax.tree.map(lambda each: each[1:], gathered)
     return jax.lax.scan(lambda left, right: (op(left, right), None), first, others)[0]
 

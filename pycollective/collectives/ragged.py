@@ -114,7 +114,7 @@ def ragged_all_to_all(
         )
     slices = slices_of(*given)
     return checks.call_with_leaves(
-        lambda x, y: _exchange(where, comm, x, y, slices),
+        lambda x, y: _exchange(where, comm, _rows(where, comm, x), _rows(where, comm, y), slices),
         operand,
         output,
         without_leaves=lambda: barrier(comm, EMPTY_TREE),
@@ -221,8 +221,7 @@ def ragged_all_gather(
     where = "ragged_all_gather"
     comm = given_or_world(where, comm)
     counts = _counts_of_all(where, comm, count)
-    sent = jnp.full(comm.size, counts[comm.rank])
-    slices = jnp.stack([jnp.zeros_like(sent), sent, jnp.full_like(sent, _starts(counts)[comm.rank]), counts])
+    slices = _from_front(comm, counts, np.ones(comm.size, bool))
     return checks.call_for_leaves(where, comm, _packer(where, comm, capacity, slices), x), counts
 
 
@@ -271,10 +270,7 @@ def ragged_gather(
     comm = given_or_world(where, comm)
     to = checks.rank(where, comm, "root", root)
     counts = _counts_of_all(where, comm, count)
-    is_root = jnp.arange(comm.size) == to
-    sent = jnp.where(is_root, counts[comm.rank], 0)
-    received = counts if comm.rank == to else jnp.zeros_like(counts)
-    slices = jnp.stack([jnp.zeros_like(sent), sent, jnp.full_like(sent, _starts(counts)[comm.rank]), received])
+    slices = _from_front(comm, counts, np.arange(comm.size) == to)
     return checks.call_for_leaves_of_root(where, comm, _packer(where, comm, capacity, slices), x), counts
 
 
@@ -332,7 +328,6 @@ def ragged_scatter(
 
 
 def _exchange(where: str, comm: Participants, x: Array, output: Array, slices: Array) -> Array:
-    x, output = _rows(where, comm, x), _rows(where, comm, output)
     if x.shape[1:] != output.shape[1:] or x.dtype != output.dtype:
         errors.fail(
             ValueError,
@@ -416,6 +411,13 @@ def _counts_of_all(where: str, comm: Participants, count: Any) -> Array:
             "Give the number of rows of this rank.",
         )
     return reductions.allgather(slices_of(count)[0], comm=comm)
+
+
+def _from_front(comm: Participants, counts: Array, receivers: np.ndarray) -> Array:
+    """The slices by which each rank's first rows go to receivers, behind those of the ranks before it."""
+    sent = jnp.where(receivers, counts[comm.rank], 0)
+    received = counts if receivers[comm.rank] else jnp.zeros_like(counts)
+    return jnp.stack([jnp.zeros_like(sent), sent, jnp.full_like(sent, _starts(counts)[comm.rank]), received])
 
 
 def _starts(counts: Array) -> Array:

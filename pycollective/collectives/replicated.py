@@ -22,11 +22,18 @@ from jax import lax
 from pycollective import errors
 from pycollective.collectives import checks
 from pycollective.collectives.checks import PyTree
+from pycollective.collectives.jax_collectives import all_gather
 from pycollective.collectives.jax_reductions import psum
 from pycollective.jax_support import jax_internals
-from pycollective.named_axes.names import AxisName, by_name, has_types, is_name, names_of
+from pycollective.named_axes.names import AxisName, by_name, has_types, is_name, names_of, varies
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import given_or_world
+
+
+def gather(x: Any, axis_name: AxisName | Communicator | None, *, axis: int = 0, tiled: bool = False) -> Any:
+    """Gathers ``x`` of all ranks or devices. By JAX's types the result is the same on all devices."""
+    gather_all = jax_internals.all_gather_invarying if is_name(axis_name) and varies(x, axis_name) else all_gather
+    return gather_all(x, axis_name, axis=axis, tiled=tiled)
 
 
 def with_transpose(forward: Callable[[PyTree], PyTree], transpose: Callable[[PyTree], PyTree], x: PyTree) -> PyTree:

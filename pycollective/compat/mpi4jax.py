@@ -26,6 +26,7 @@ from pycollective.compat.no_token import returns_no_token
 from pycollective.errors import fail, integer, message
 from pycollective.ranks import world as worlds
 from pycollective.transport.mpi import MPI
+from pycollective.transport.mpi4jax_operations import MPI_OPS
 
 Array = jax.Array
 
@@ -106,11 +107,6 @@ def _is_differentiable(x: Array) -> bool:
 
 # Reductions ------------------------------------------------------------------------------------------------------
 
-_NAMES = (
-    *((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max")),
-    *((MPI.BAND, "and"), (MPI.BOR, "or"), (MPI.BXOR, "xor")),
-)
-
 
 def _truth(of: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     return lambda x, y: of(x != 0, y != 0).astype(x.dtype)
@@ -131,7 +127,7 @@ def _reduction(
     op = getattr(op, "wrapped", op)
     if not isinstance(op, MPI.Op):
         fail(TypeError, f"compat.{where}", comm, "op to be an mpi4py.MPI.Op", repr(op), "Pass mpi4py.MPI.SUM, say.")
-    for known, name in _NAMES:
+    for name, known in MPI_OPS.items():
         if op == known:
             return by_name(name)
     for known, fold in _FOLDS:

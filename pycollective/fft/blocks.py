@@ -8,12 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pycollective.collectives.jax_collectives import all_gather, axis_index, axis_size
+from pycollective.collectives.jax_collectives import axis_index, axis_size
+from pycollective.collectives.replicated import gather
 from pycollective.errors import fail
 from pycollective.fft.layout import fit
 from pycollective.fft.spec import Spec, block_length, groups_of
-from pycollective.jax_support.jax_internals import all_gather_invarying
-from pycollective.named_axes.names import is_name, varies
 
 Array = Any
 
@@ -100,6 +99,5 @@ def join(x: Array, spec: Spec = None, shape: Sequence[int] | None = None) -> Arr
         fail(ValueError, "fft.join", None, expected, str(shape), "Pass the shape of the whole array.")
     for axis, group in enumerate(groups):
         if group is not None:
-            gather = all_gather_invarying if is_name(group) and varies(x, group) else all_gather
             x = fit(gather(x, group, axis=axis, tiled=True), axis, lengths[axis])
     return x

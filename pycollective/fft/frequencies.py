@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
-from pycollective.collectives.jax_collectives import axis_index, axis_size
-from pycollective.fft.layout import fit
-from pycollective.fft.spec import Group, block_length, group_of
+from pycollective.fft.blocks import cut
+from pycollective.fft.spec import Group, group_of
 
 Array = Any
 
@@ -85,7 +83,4 @@ def rfftfreq(n: int, axis_name: Group | None = None, d: Any = 1.0, *, dtype: Any
 
 
 def _block(where: str, whole: Array, axis_name: Group | None) -> Array:
-    group = group_of(f"fft.{where}", axis_name)
-    size = axis_size(group)
-    blocks = fit(whole, 0, size * block_length(len(whole), size)).reshape(size, -1)
-    return lax.dynamic_index_in_dim(blocks, axis_index(group), keepdims=False)
+    return cut(whole, group_of(f"fft.{where}", axis_name))

@@ -11,6 +11,7 @@ residual is that of the system itself.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,10 +70,7 @@ def bicgstab(
         (Array([1., 1.], dtype=float32), True)
     """
     limits = Limits(tol, atol, maxiter)
-
-    def loop(A: Operator, M: Operator, b: Tree, x0: Tree | None) -> tuple[Tree, Info]:
-        return _iterate(axis_name, limits, A, M, b, x0)
-
+    loop = partial(_iterate, axis_name, limits)
     return solve("bicgstab", loop, A, b, x0, axis_name, M, positive=False)
 
 

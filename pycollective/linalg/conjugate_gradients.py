@@ -12,6 +12,7 @@ methods", SIAM J. Sci. Comput. 40 (2018).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,10 +79,7 @@ def cg(
         (Array([1., 1., 1., 1.], dtype=float32), True, 1)
     """
     limits = Limits(tol, atol, maxiter)
-
-    def loop(A: Operator, M: Operator, b: Tree, x0: Tree | None) -> tuple[Tree, Info]:
-        return _iterate(axis_name, limits, A, M, b, x0)
-
+    loop = partial(_iterate, axis_name, limits)
     return solve("cg", loop, A, b, x0, axis_name, M, positive=True)
 
 

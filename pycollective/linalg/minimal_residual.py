@@ -15,6 +15,7 @@ classical Gram-Schmidt orthogonalization process", Numer. Math. 101 (2005): twic
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,10 +83,7 @@ def gmres(
     steps = integer("linalg.gmres", None, "restart", restart)
     if steps < 1:
         raise ValueError(message("linalg.gmres", "restart to be at least 1", restart, "Choose a positive number."))
-
-    def loop(A: Operator, M: Operator, b: Tree, x0: Tree | None) -> tuple[Tree, Info]:
-        return _iterate(axis_name, limits, steps, A, M, b, x0)
-
+    loop = partial(_iterate, axis_name, limits, steps)
     return solve("gmres", loop, A, b, x0, axis_name, M, positive=False)
 
 

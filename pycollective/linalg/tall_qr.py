@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pycollective import errors
-from pycollective.collectives.jax_collectives import all_gather, axis_index
-from pycollective.jax_support.jax_internals import all_gather_invarying
+from pycollective.collectives.jax_collectives import axis_index
+from pycollective.collectives.replicated import gather
 from pycollective.linalg.vectors import Array, Axis, total, vary
-from pycollective.named_axes.names import has_types, is_name
 
 
 def tsqr(a: Array, axis_name: Axis = None) -> tuple[Array, Array]:
@@ -75,7 +74,7 @@ def _tsqr(axis_name: Axis, a: Array) -> tuple[Array, Array]:
     rows, n = a.shape
     # A triangle of n rows from each part, whatever its number of rows; and that number as one more row.
     inner_q, inner_r = jnp.linalg.qr(jnp.pad(a, ((0, max(0, n - rows)), (0, 0))))
-    gathered = _gather(axis_name, jnp.concatenate([inner_r, jnp.full((1, n), rows, a.dtype)]))
+    gathered = gather(jnp.concatenate([inner_r, jnp.full((1, n), rows, a.dtype)]), axis_name)
     q, r = jnp.linalg.qr(gathered[:, :n].reshape(-1, n))
     diagonal = jnp.diagonal(r)
     signs = jnp.where(diagonal == 0, 1, jnp.sign(diagonal))
@@ -101,10 +100,3 @@ def _tsqr_jvp(axis_name: Axis, primals: Any, tangents: Any) -> Any:
     diagonal = jnp.diagonal(y)
     w = lower - lower.conj().T + jnp.diag(diagonal - diagonal.real.astype(y.dtype))
     return (q, r), (x - q @ (y - w), (y - w) @ r)
-
-
-def _gather(axis_name: Axis, x: Array) -> Array:
-    """Stacks the arrays of all parts. By JAX's types the result is the same on all devices."""
-    if is_name(axis_name) and has_types(axis_name):
-        return all_gather_invarying(x, axis_name)
-    return all_gather(x, axis_name)

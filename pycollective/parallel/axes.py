@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pycollective.collectives.replicated import gather as gather
 from pycollective.errors import message
-from pycollective.jax_support.jax_internals import all_gather_invarying
 from pycollective.named_axes.names import has_types as has_types
 from pycollective.named_axes.names import in_order as in_order
 from pycollective.named_axes.names import names_of as names_of
@@ -66,11 +66,6 @@ def own_slice(x: Array, axis_name: AxisName, devices: int) -> Array:
 def whole(rows: Array, shape: tuple[int, ...]) -> Array:
     """Returns the array of this shape from the slices of all devices, the inverse of :func:`rows_of_slices`."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-
-def gather(x: Array, axis_name: AxisName) -> Array:
-    """Stacks ``x`` of all devices along a new first axis. By JAX's types the result is the same on all devices."""
-    return all_gather_invarying(x, axis_name) if varies(x, axis_name) else lax.all_gather(x, axis_name)
 
 
 def name_of(path: Any) -> str:
