@@ -15,7 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-BUILD_ID = runpy.run_path("pycollective/doctor/build_id.py")["of_sources"](Path())
+BUILD_ID = runpy.run_path("pycollective/build_id.py")["of_sources"](Path())
 
 
 class BuildLibrary(build_ext):

@@ -47,6 +47,7 @@ from .planning.by_compiling.search import plan as plan
 from .ranks.begin import init as init
 from .ranks.communicator import Communicator as Communicator
 from .ranks.world import world as world
+from .spmd.exported import export_checks as export_checks
 from .spmd.jit import jit as jit
 from .spmd.pmap import pmap as pmap
 from .spmd.shard_map import shard_map as shard_map

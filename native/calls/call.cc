@@ -64,7 +64,8 @@ Call::Call(Operation operation, const Participants& participants, int64_t lane_i
 ffi::Error Call::CheckParticipants() const {
   if (library == nullptr || (communicator_ == nullptr && !WasCommunicator(participants_.number()))) {
     return Error(ffi::ErrorCode::kInternal, "expected a communicator of this process, got an unknown one",
-                 "Call pycollective.init() before running a compiled program, and compile it in this process.");
+                 "Call pycollective.init() before running a program. A program of another process needs the communicators of that process, "
+                 "made in the same order; those of axis_index_groups and parts of meshes are made where a program is traced, so compile it here.");
   }
   if (communicator_ != nullptr && communicator_->lost) {
     return Error(ffi::ErrorCode::kFailedPrecondition,
@@ -77,7 +78,8 @@ ffi::Error Call::CheckParticipants() const {
   }
   if (communicator_->fingerprint != participants_.fingerprint()) {
     return Error(ffi::ErrorCode::kFailedPrecondition,
-                 "expected the communicator that this program was compiled for, got one of other ranks or devices",
+                 "expected the communicator that this program was compiled for, got one of other ranks or devices, or another build of the "
+                 "package",
                  "Compile it again in this process.");
   }
   if (lane_ == nullptr) {

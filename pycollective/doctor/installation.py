@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pycollective.doctor import build_id
+from pycollective import build_id
 from pycollective.doctor.findings import OK, WARNING, WRONG, Finding
 from pycollective.launch.find_mpi import identify_mpiexec, mpiexec_of
 from pycollective.launch.libraries.library import Library

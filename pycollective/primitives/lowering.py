@@ -70,6 +70,7 @@ def lower(
         if "comm" in params:
             # Until XLA has compiled the program. (JAX exports no program that has "keepalives".)
             weakref.finalize(ctx.module_context.module, id, params["comm"]).atexit = False
+        _check_lengths(primitive.name, (*ctx.avals_in, *ctx.avals_out))
         form = form_of(params, _structs(ctx.avals_in), _structs(ctx.avals_out))
         if isinstance(form, Decomposition):
             return _lower_decomposition(ctx, form, operands)
@@ -200,6 +201,14 @@ def lower_on_all_copies(
     one_device = functools.partial(primitive.bind, **params)
     all_devices = jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     return _lower_decomposition(ctx, Decomposition(jaxprs.outside_meshes(all_devices), ()), operands)
+
+
+def _check_lengths(name: str, avals: Sequence[Any]) -> None:
+    """Refuses symbolic lengths, which an exported program may have: XLA finds no lengths for the results of a call."""
+    symbolic = [str(aval.shape) for aval in avals if not all(isinstance(n, int) for n in aval.shape)]
+    if symbolic:
+        remedy = "Export the program once for each shape that it is called with."
+        raise NotImplementedError(message(name, "arrays whose lengths are numbers", f"shape {symbolic[0]}", remedy))
 
 
 def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any]) -> Sequence[Any]:

@@ -24,6 +24,7 @@ from pycollective.ranks.participants import (
     fingerprint,
     group_of,
     lane_routes,
+    program_fingerprint,
 )
 from pycollective.transport.chosen import transport
 from pycollective.transport.mpi import MPI, host_of, register_communicator
@@ -130,7 +131,7 @@ class Communicator:
         # One for collectives, and for messages under the program's own tags; one for channels, ppermute, messages
         # between devices, out-of-band messages.
         calls, rest = _duplicate(mpi), _duplicate(mpi)
-        own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes)
+        own_fingerprint = program_fingerprint(world_ranks, mpi.rank, lanes)
         free_tag = 2 * len(lanes) ** 2  # native/calls/communicators.cc uses the smaller and the larger tags
         # The ranks of a communicator make their communicators in one order.
         _made[world_ranks] += 1
@@ -327,7 +328,7 @@ class Communicator:
             rank = members.index(self.rank)
             lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank())) if places is None else places
             world_ranks = tuple(self._world_ranks[member] for member in members)
-            own_fingerprint = fingerprint(world_ranks, rank, lanes, team_size)
+            own_fingerprint = program_fingerprint(world_ranks, rank, lanes, team_size)
             all_in_order = members == tuple(range(self.size))
             shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
             name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"

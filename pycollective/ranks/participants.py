@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pycollective.jax_support import jax_internals
+from pycollective.transport import native
 
 ProgramKey = tuple[int, int]
 """The name of participants in compiled programs: a number of this process, and a fingerprint of the participants.
@@ -94,6 +95,14 @@ def fingerprint(*facts: Any) -> int:
         True
     """
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little", signed=True)
+
+
+def program_fingerprint(*facts: Any) -> int:
+    """Returns a hash of participants, as this rank sees them, and of the build of the native library.
+
+    The attributes of a call may mean something else in another build, so its programs are refused.
+    """
+    return fingerprint(native.build_id(), *facts)
 
 
 def lane_routes(rank: int, lanes: int, perm: Perm) -> LaneRoutes:

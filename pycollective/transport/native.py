@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
+from pycollective.build_id import of_library
 from pycollective.config import config
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.errors import FROM_A_CLONE, message
@@ -125,7 +126,7 @@ def start(ranks: int = 1) -> None:
         bound.pycollective_tune_malloc(ranks)
     native_library.set_library(bound)
     register(bound, [*host_targets(), *async_targets(), *guard_targets()], "cpu", bound.pycollective_instantiate)
-    register(bound, ["async_results"], "cpu")
+    register(bound, [_RESULTS_TARGET], "cpu")
 
 
 def register(library: ctypes.CDLL, targets: Sequence[str], platform: str, instantiate: Any = None) -> None:
@@ -143,6 +144,12 @@ def register(library: ctypes.CDLL, targets: Sequence[str], platform: str, instan
         if instantiate is not None:
             stages["instantiate"] = jax.ffi.pycapsule(instantiate)
         jax.ffi.register_ffi_target(f"pycollective_{target}", stages, platform=platform)
+
+
+@functools.cache
+def build_id() -> str:
+    """The build ID of the library: 64 hexadecimal digits, or "" if its linker has not written one."""
+    return of_library(NATIVE_LIBRARY.read_bytes())
 
 
 @functools.cache
@@ -168,6 +175,15 @@ def device_targets() -> tuple[str, ...]:
 def guard_targets() -> tuple[str, ...]:
     """The handlers around an operation that another library carries out."""
     return table(library().pycollective_guard_name)
+
+
+_RESULTS_TARGET = "async_results"
+"""The handler that hands on the results of a call that ran while the program computed, for CPU devices."""
+
+
+def all_targets() -> tuple[str, ...]:
+    """All handlers."""
+    return (*host_targets(), *async_targets(), _RESULTS_TARGET, *guard_targets(), *device_targets())
 
 
 @functools.cache
@@ -493,14 +509,14 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     """JAX's lowering rule for a handler whose first operand and first result are tokens.
 
     Args:
-        target: one of :func:`host_targets`, :func:`async_targets`, :func:`device_targets` or :func:`guard_targets`.
+        target: one of :func:`all_targets`.
         in_place: for each array among the operands, whether the result of the same number takes its buffer (XLA
             copies where it may not).
 
     Raises:
         RuntimeError: the library has no such handler.
     """
-    if target not in (*host_targets(), *async_targets(), *device_targets(), *guard_targets()):
+    if target not in all_targets():
         known = f"one with {', '.join(host_targets())}"
         raise RuntimeError(message(target, f"a compiled library with a handler for {target}", known, BUILD))
     aliases = {i: i for i, takes in enumerate(in_place, start=1) if takes}  # 0 is the token
@@ -525,7 +541,7 @@ def _in_place_lowering(target: str, number: int, **options: Any) -> Any:
 @functools.cache
 def results_lowering(number: int) -> Any:
     """The rule for the handler that hands on the results of a call that ran while the program computed."""
-    return _in_place_lowering("async_results", number)
+    return _in_place_lowering(_RESULTS_TARGET, number)
 
 
 def done_lowering(number: int) -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from mpi4py import MPI
 
 import pycollective as pc
@@ -41,6 +43,38 @@ def called_twice(f: Any) -> Any:
 def test_call(world: pc.Communicator) -> None:
     # The call goes through CompiledFunction.__call__, as a user's does; compare() compiles beforehand.
     compare(world, CASES, lambda case: [operands(case, world, seed=2)], apply, apply, compiler=called_twice)
+
+
+def exported(f: Any) -> Any:
+    """The program as another process would load it; its derivative comes with it."""
+
+    def call(*args: Any) -> Any:
+        written = jax.export.export(pc.jit(f), disabled_checks=pc.export_checks())(*args).serialize(vjp_order=1)
+        return jax.export.deserialize(written).call(*args)
+
+    return call
+
+
+def test_value_of_an_exported_program(world: pc.Communicator) -> None:
+    compare(world, CASES, lambda case: [operands(case, world, seed=3)], apply, apply, compiler=exported)
+
+
+def test_an_exported_program_in_others(world: pc.Communicator) -> None:
+    xs = operands(by_id["psum"], world, seed=4)
+    x, total = jnp.asarray(xs[world.rank]), xs.sum(axis=0)
+    mean = exported(lambda x: pc.pmean(x, world) + pc.pmax(x, world) - pc.pmax(x, world))
+
+    @pc.jit
+    def program(x: Any) -> Any:
+        before = pc.psum(x, world)
+        after, _ = lax.scan(lambda c, _: (mean(c) * 2, None), before, None, length=2)
+        return before, lax.cond(jnp.all(after == after), mean, lambda x: x, after), pc.psum(x, world)
+
+    for got, want in zip(program(x), [total, 4 * total, total], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    # The loss of each rank is the sum of mean * x, and each rank's x is part of all means.
+    gradient = jax.grad(lambda x: jnp.sum(mean(x) * x))(x)
+    np.testing.assert_allclose(gradient, 2 * total / world.size, rtol=1e-5)
 
 
 def test_value_of_intermediate(comm: pc.Communicator) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,6 +47,18 @@ def check_comparisons(
         result, comparisons = made(lambda: run(x))
         np.testing.assert_allclose(result, want, rtol=1e-6)
         assert comparisons == count
+
+
+def test_calls_of_an_exported_program_are_in_no_section(world: pc.Communicator) -> None:
+    # It may be called in a loop whose number of trips depends on data: what a run will call is not known.
+    inner = pc.jit(lambda x: pc.pmax(pc.psum(x, world), world) / world.size)
+    exported = jax.export.export(inner, disabled_checks=pc.export_checks())(X)
+
+    @pc.jit
+    def program(x: jax.Array, trips: int) -> jax.Array:
+        return jax.lax.fori_loop(0, trips, lambda _, x: exported.call(x), x)
+
+    check_comparisons(lambda x: program(x, 2), X, first=4, later=4)
 
 
 def test_a_program_compares_once_in_later_runs(world: pc.Communicator) -> None:

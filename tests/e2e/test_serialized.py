@@ -14,7 +14,7 @@ pytestmark = pytest.mark.whole
 
 HEAD = """
 import pickle, sys
-import jax, jax.numpy as jnp
+import jax, jax.export, jax.numpy as jnp
 from jax.experimental import serialize_executable
 import pycollective as pc
 from pycollective.ordering import region
@@ -37,9 +37,14 @@ WRITES = (
     + """
 kept = {"world": world, "alone": world.split(world.rank), "also alone": world.split(world.rank), "both": world.split(0)}
 for name, comm in kept.items():
-    program = jax.jit(region.Region(lambda x: pc.psum(x, comm))).lower(x).compile()
-    with open(file(name), "wb") as out:
-        pickle.dump(serialize_executable.serialize(program), out)
+    compiled = jax.jit(region.Region(lambda x: pc.psum(x, comm))).lower(x).compile()
+    exported = jax.export.export(pc.jit(lambda x: pc.psum(x, comm)), disabled_checks=pc.export_checks())(x)
+    for kind, written in {
+        "compiled": pickle.dumps(serialize_executable.serialize(compiled)),
+        "exported": bytes(exported.serialize()),
+    }.items():
+        with open(file(f"{kind} {name}"), "wb") as out:
+            out.write(written)
 pc.barrier()
 """
 )
@@ -48,12 +53,16 @@ LOADS = (
     HEAD
     + """
 def load(name):
-    with open(file(name), "rb") as out:
-        program = serialize_executable.deserialize_and_load(*pickle.load(out))
-    try:
-        told(f"{name}: got {program(x)[0]}")
-    except Exception as error:
-        told(f"{name}: {error}")
+    for kind, loaded in {
+        "compiled": lambda written: serialize_executable.deserialize_and_load(*pickle.loads(written)),
+        "exported": lambda written: jax.export.deserialize(bytearray(written)).call,
+    }.items():
+        with open(file(f"{kind} {name}"), "rb") as written:
+            program = loaded(written.read())
+        try:
+            told(f"{kind} {name}: got {program(x)[0]}")
+        except Exception as error:
+            told(f"{kind} {name}: {error}")
 
 
 load("world")
@@ -78,16 +87,18 @@ def run(folder: Path, text: str, cache: Path | None = None) -> list[str]:
 def test_another_process(tmp_path: Path) -> None:
     run(tmp_path, WRITES)
     told = run(tmp_path, LOADS)
-    assert told.count("world: got 2.0") == 2
-    assert told.count("alone: got 1.0") == 2
-    unknown = "allreduce: expected a communicator of this process, got an unknown one. Call pycollective"
-    assert sum(line.startswith("alone: ") and unknown in line for line in told) == 2
-    for name in "also alone", "both":  # other ranks; the same ranks in another order
-        refusal = "expected the communicator that this program was compiled for, got one of other ranks or devices"
-        for rank in range(2):
-            place = f"(rank {rank} of 2, communicator world/0). Compile it"
-            assert sum(line.startswith(f"{name}: ") and refusal in line and place in line for line in told) == 1, told
-    assert len(told) == 10
+    for kind in "compiled", "exported":
+        assert told.count(f"{kind} world: got 2.0") == 2
+        assert told.count(f"{kind} alone: got 1.0") == 2
+        unknown = "allreduce: expected a communicator of this process, got an unknown one. Call pycollective"
+        assert sum(line.startswith(f"{kind} alone: ") and unknown in line for line in told) == 2
+        for name in "also alone", "both":  # other ranks; the same ranks in another order
+            refusal = "expected the communicator that this program was compiled for, got one of other ranks or devices"
+            for rank in range(2):
+                place = f"(rank {rank} of 2, communicator world/0). Compile it"
+                refused = [line for line in told if line.startswith(f"{kind} {name}: ") and refusal in line]
+                assert sum(place in line for line in refused) == 1, told
+    assert len(told) == 20
 
 
 CACHED = """

@@ -88,7 +88,7 @@ def wheel_of(wheels: Path | None, root: Path) -> Path | None:
 
 def difference(wheel: Path, root: Path) -> str:
     """Returns what a wheel has from other sources than this tree; "" if its sources are those of this tree."""
-    build_id = runpy.run_path(str(root / "pycollective" / "doctor" / "build_id.py"))
+    build_id = runpy.run_path(str(root / "pycollective" / "build_id.py"))
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         theirs = {name: archive.read(name) for name in names if name.startswith("pycollective/")}

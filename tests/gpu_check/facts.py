@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 import pycollective as pc
-from pycollective.doctor import build_id
+from pycollective import build_id
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.transport import native, runtime
 from tests.standin import compiler

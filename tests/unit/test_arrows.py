@@ -43,6 +43,7 @@ ROOMS = (
     "launch",
     "config",
     "environment",
+    "build_id",
     "files",
     "errors",
 )

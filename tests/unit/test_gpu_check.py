@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pycollective import build_id
 from pycollective.bench.report import Row
-from pycollective.doctor import build_id
 from tests.gpu_check import __main__ as gpu_check
 from tests.gpu_check import carry, environment, steps, streams, table
 from tests.gpu_check.running import (
@@ -470,7 +470,7 @@ def test_a_wheel_of_this_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_build_id_is_that_of_the_sources(tmp_path: Path) -> None:
-    for name in ("setup.py", "pycollective/doctor/build_id.py"):
+    for name in ("setup.py", "pycollective/build_id.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "native").mkdir()

@@ -66,7 +66,7 @@ pycollective.transport pycollective.transport.mpi_start pycollective.transport.n
 """
 """What ``import pycollective`` imports beside the modules of JAX and mpi4py. Each is a file that all ranks read."""
 
-AT_INIT = {"faults", "jax_support", "launch", "ordering", "ranks", "transport"}
+AT_INIT = {"build_id", "faults", "jax_support", "launch", "ordering", "ranks", "transport"}
 """The rooms from which ``init`` imports more."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -13,6 +14,8 @@ import pycollective as pc
 from pycollective.ordering import region
 from pycollective.ordering.effect import effect
 from pycollective.primitives import reductions
+from pycollective.ranks import participants
+from pycollective.transport import native
 
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 
@@ -111,3 +114,18 @@ def test_numbers_not_handles_are_compiled_in(world: pc.Communicator) -> None:
     text = pc.jit(lambda x: pc.psum(x, world)).lower(X).as_text()
     assert re.search(rf"comm = (array<i64: |dense<\[){number}, {fingerprint}", text)
     assert number < 100
+
+
+def test_a_fingerprint_tells_builds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The attributes of a call may mean something else in another build. Other fingerprints are refused.
+    ranks = (0, 1), 0
+    ours = participants.program_fingerprint(*ranks)
+    monkeypatch.setattr(native, "build_id", lambda: "of another build")
+    assert participants.program_fingerprint(*ranks) != ours
+
+
+def test_symbolic_lengths_are_refused(world: pc.Communicator) -> None:
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 3"), jnp.float32)
+    export = jax.export.export(pc.jit(lambda x: pc.psum(x, world)), disabled_checks=pc.export_checks())
+    with pytest.raises(NotImplementedError, match=r"allreduce: expected arrays whose lengths are numbers, got shape"):
+        export(shape)
