@@ -7,6 +7,7 @@ from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
 from pycollective.parallel.join import join, mean_over_examples
 from pycollective.parallel.optimizer import shard_state, unshard_state, zero
 from pycollective.parallel.overlapped_averaging import DelayedState, GossipState, delayed, gossip
+from pycollective.parallel.partition_rules import init_by_rules, match_partition_rules
 from pycollective.parallel.parts import clip_by_global_norm, for_parts
 from pycollective.parallel.periodic_averaging import DiLoCoState, LocalState, diloco, local_sgd
 from pycollective.parallel.pipeline import measured, pipeline
@@ -71,6 +72,8 @@ __all__ = [
     "join_subnets",
     "local_sgd",
     "mean_over_examples",
+    "init_by_rules",
+    "match_partition_rules",
     "measured",
     "one_f_one_b",
     "pipeline",
