@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycollective.planning.by_formulas import command
+from pycollective.planning import command
 from pycollective.planning.by_formulas.layouts import Estimator, Layout, Row, layouts
 from pycollective.planning.by_formulas.network import Held, MatMul, Network, Part, transformer
 from pycollective.planning.by_formulas.stage_cuts import cut_evenly
@@ -528,10 +528,10 @@ def test_command_refuses(
     ("text", "sentence"),
     [
         (None, "expected a program, got no file program.py. Say where it is."),
-        ("x = 1", "expected a function `network` in program.py, got none"),
+        ("def network(", "expected a program in Python, program.py, got '(' was never closed"),
         ("def network(words): return 3", "expected a Network from the program's `network`, got int"),
         (
-            "import nowhere_to_be_found",
+            "import nowhere_to_be_found as network",
             "whose imports are there, program.py, got No module named 'nowhere_to_be_found'",
         ),
     ],
@@ -684,7 +684,7 @@ def test_what_has_run_is_kept(program: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 def test_the_command_starts_no_mpi(program: Path) -> None:
     words = ["--profile", str(program.parent / "cluster.json"), str(program), "--layers", "2"]
-    code = f"import sys; from pycollective.planning.by_formulas.command import main; status = main({words}); "
+    code = f"import sys; from pycollective.planning.command import main; status = main({words}); "
     code += "sys.exit(status or 'mpi4py.MPI' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

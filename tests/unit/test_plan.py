@@ -156,6 +156,13 @@ class Both(NamedTuple):
         (lambda p: Both(p.a, p.b), (Both(X, f32(3)),), [0, 0], (0, 1)),  # a named tuple is one result
         (lambda p, rate: p * rate, (np.ones((4, 3), np.float32), 0.1), [0, None], (0,)),
         (lambda: jnp.ones(3), (), [], (None,)),
+        # Inside a tree: a whole argument, or an array under the argument's name
+        (lambda p, x: {"loss": x.sum(), "new": {"w": p["w"]}}, ({"w": X}, X), [0, None], (None, 0)),
+        (lambda p, x: {"loss": x.sum(), "p": p + x}, (X, X), [0, None], (None, 0)),
+        (lambda p, x: {"loss": x.sum(), "grads": p + x}, (X, X), [None, None], (None, None)),
+        (lambda s, x: ((s, x.sum()), {"n": 0}), (Both(X, X), X), [0, 0, None], (0, 1, None, None)),
+        (lambda p, o, x: {"o": Both(o.a, o.b), "p": p}, (X, Both(X, X), X), [0, 1, 1, None], (1, 2, 0)),
+        (lambda s: (s[0] + 1, s[1]), ((X, f32(3)),), [0, 0], (0, 1)),
     ],
 )
 def test_which_arguments_are_state(
@@ -334,6 +341,54 @@ def test_a_ranking(ranking: Ranking) -> None:
     assert len({one.candidate.key for one in ranking}) == 6
     assert {(one.candidate.data, one.candidate.model) for one in ranking} >= {(8, 1), (4, 2)}
     assert str(ranking).splitlines() == [str(one) for one in ranking]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_one_device_and_what_is_worth_saying(ranking: Ranking) -> None:
+    """What one device takes says how little there is to gain: on it nothing is sent."""
+    one = ranking.one_device
+    assert one is not None
+    assert one.communication_s == 0
+    assert one.computing_s > 2 * ranking.best.prediction.computing_s
+    assert ranking.notes == ()
+    told = str(replace(ranking, notes=("a", "b"))).splitlines()
+    assert told == [*map(str, ranking), "note: a", "note: b"]
+    assert search._notes(trace(lambda x: x.sum(), (X,), ()))[0].startswith("the step returns none of its arguments")
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_search_that_has_no_time_knows_one_plan(ranking: Ranking) -> None:
+    found = plan(seconds=0)
+    assert [one.candidate.rule for one in found] == ["state whole"]
+    assert plan(seconds=100) == ranking
+
+
+def test_what_brings_little_is_not_compiled() -> None:
+    """The plans are sped up by what cutting an array brings: whole turns are left out where that is little."""
+    traced = trace(step, (PARAMS, BATCH), ())
+    start = Candidate(2, 1, "start", ((None, None), (None, None), ("data", None)))
+
+    def compiled(seconds: float, share: float, other: float = 9.0) -> int:
+        count = 0
+
+        def add(more: Any) -> list[Any]:
+            nonlocal count
+            count += len(more)
+            return []
+
+        starts = [(start, (), Prediction(took, 0, 1)) for took in (seconds, other * seconds)]
+        of_time = search._Refinement(lambda found: found[-1].seconds, traced, 1 << 30, set(), 99, add, float("inf"))
+        of_time.refine(starts, four, 2, share)
+        return count
+
+    every = 2 * 3  # three arrays that are cut along one dimension, or the other, or lie whole
+    assert compiled(1e-3, 0.5e-3) == every
+    assert compiled(1e-3, 0.5e-3, other=1.05) == 2 * every, "the second start is as good"
+    assert compiled(1e-3, 0.99e-3) == 0, "each device computes its share"
+    assert compiled(1.0, 0.1) == 0, "arrays are sent in no time"
+    sent = search._sending_s(512 * 64 * 4, four, 2)
+    assert compiled(101 * sent, 0) == 0
+    assert compiled(99 * sent, 0) == 2, "the largest alone"
 
 
 def test_the_numbers_of_data_parallelism(ranking: Ranking) -> None:

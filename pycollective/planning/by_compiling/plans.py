@@ -129,9 +129,16 @@ class Ranking:
     """The plans that fit into memory, the fastest first.
 
     Of those that were run, the ones that needed more than there is are last.
+
+    Attributes:
+        plans: the plans.
+        one_device: what a step takes on one device alone, by the profile; None if XLA cannot compile that.
+        notes: sentences on what the plans were made from, and on how far their predictions can be trusted.
     """
 
     plans: tuple[Plan, ...]
+    one_device: Prediction | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Plan:
@@ -145,4 +152,4 @@ class Ranking:
         return len(self.plans)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.plans))
+        return "\n".join([*map(str, self.plans), *(f"note: {note}" for note in self.notes)])
