@@ -52,6 +52,37 @@ class Group(NamedTuple):
         return self.per_host * self.hosts
 
 
+class Noise(NamedTuple):
+    """How much a machine was disturbed while a profile was measured. Of an idle one the first two are near 1.
+
+    Attributes:
+        computing: how many times the fastest turn of a program its turns took on average; the median of all programs.
+        collectives: how many times the faster one of two measurements of a collective the slower one took; the 90th
+            percentile of all sizes.
+        load: the processes for each core that ran or waited for one before the measurement, on the busiest host.
+    """
+
+    computing: float
+    collectives: float
+    load: float
+
+    def __str__(self) -> str:
+        return (
+            f"turns of a program took {self.computing:.2f} times the fastest one (median), a second measurement of a"
+            f" collective {self.collectives:.2f} times the first or the other way round (90th percentile), and"
+            f" {self.load:.2f} processes ran for each core before"
+        )
+
+    @property
+    def is_high(self) -> bool:
+        """Whether it is more than an idle machine has."""
+        return any(own > most for own, most in zip(self, _QUIET, strict=True))
+
+
+_QUIET = Noise(1.1, 2.0, 0.3)
+"""The most that a machine has on which nobody else computes."""
+
+
 def group_of(devices: Sequence[int], per_host: int) -> Group:
     """The kind of a group: on how many hosts its devices are, and how many on each.
 
@@ -90,6 +121,7 @@ class Profile:
             None.
         call: seconds that the smallest program takes.
         instruction: seconds that each instruction of a program of many takes beside what it takes alone.
+        noise: how much the machine was disturbed during the measurement; None if the profile does not say it.
     """
 
     source: str
@@ -108,6 +140,15 @@ class Profile:
     transposed: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
     transposes: Curve | None = None
     instruction: float = 0.0
+    noise: Noise | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on how far the profile can be trusted."""
+        if self.noise is None or not self.noise.is_high:
+            return ()
+        doubt = "times may be too long and plans in the wrong order; measure again while nobody else computes there"
+        return (f"the profile was measured on a busy machine ({self.noise}): {doubt}",)
 
     @property
     def per_host(self) -> int:
@@ -234,6 +275,8 @@ class Profile:
             for name in _TABLES
         }
         flat = {key: getattr(self, key) for key in (*_FLAT, "instruction")}
+        if self.noise:
+            flat["noise"] = self.noise._asdict()
         passes = {name: curve._asdict() for name in _PASSES if (curve := getattr(self, name))}
         rest = {**passes, "collectives": collectives, **tables}
         files.write(path, json.dumps({"format": _FORMAT, **flat, **rest}, indent=1) + "\n")
@@ -288,6 +331,10 @@ class Profile:
         if not (0 <= call < _MOST and 0 <= instruction < _MOST):
             raise ValueError(f"call and instruction take 0 s or more, not {call} and {instruction}")
         rest.update(call=call, instruction=instruction)
+        if "noise" in read:
+            noise = rest["noise"] = Noise(**{key: float(value) for key, value in read["noise"].items()})
+            if not all(0 <= number < _MOST for number in noise):
+                raise ValueError(f"noise has numbers of 0 or more, not {tuple(noise)}")
         for name in _TABLES:
             table = rest[name] = {}
             for row in read.get(name, ()) if name in _OPTIONAL else read[name]:

@@ -23,10 +23,25 @@ from jax.experimental import io_callback
 import pycollective as pc
 from pycollective.planning.by_compiling import search
 from pycollective.planning.by_compiling.candidates import Candidate, Leaf
-from pycollective.planning.by_compiling.compiled_candidate import READY, Compiled, Request, compile_candidate, from_json
+from pycollective.planning.by_compiling.compiled_candidate import (
+    READY,
+    Compiled,
+    Request,
+    as_json,
+    compile_candidate,
+    from_json,
+)
 from pycollective.planning.by_compiling.plans import Measured, Plan, Ranking
 from pycollective.planning.by_compiling.prediction import Prediction, predict
-from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work
+from pycollective.planning.by_compiling.program_work import (
+    IRREGULAR,
+    LOOPS,
+    Communication,
+    Convolution,
+    Product,
+    Stream,
+    Work,
+)
 from pycollective.planning.by_compiling.trace import trace
 from pycollective.planning.example import profile as four
 from pycollective.planning.profile import Group, group_of
@@ -85,6 +100,23 @@ def test_predicted_communication(group: tuple[int, ...], expected: float) -> Non
     assert found.communication_s == pytest.approx(2 * expected)
     assert found.computing_s == 1e-5
     assert found.seconds == pytest.approx(1e-5 + 2 * expected)
+
+
+def test_how_much_of_a_prediction_may_be_far_off() -> None:
+    """Of loops the short instructions, of gathers all; it is said where that is a large part of a plan's time."""
+    short, long = Stream(2**15, 0), Stream(2**24, 0)
+    items = Counter({short: 100, long: 10})
+    work = Work(items, Counter(), doubtful={LOOPS: items, IRREGULAR: Counter({long: 5})})
+    found = predict(work, 5, four)
+    each = {item: item.nbytes / 1e10 for item in items}
+    assert dict(found.doubtful_s) == pytest.approx({LOOPS: 100 * each[short], IRREGULAR: 5 * each[long]})
+    traced = trace(lambda p: p, (X,), ())
+    one = Plan(Candidate(2, 1, "", ()), (), found, traced.signature)
+    [note] = search._notes(traced, [one])
+    share = 5 * each[long] / found.seconds
+    assert note.startswith(f"gathers, scatters and sorts take up to {share:.0%} of a plan's predicted time")
+    assert search._notes(traced, [replace(one, measured=Measured(1.0, None))]) == ()
+    assert from_json(as_json(Compiled(work, 3, ()))) == Compiled(work, 3, ())
 
 
 def test_each_instruction_takes_a_while_by_itself() -> None:
@@ -353,7 +385,7 @@ def test_one_device_and_what_is_worth_saying(ranking: Ranking) -> None:
     assert ranking.notes == ()
     told = str(replace(ranking, notes=("a", "b"))).splitlines()
     assert told == [*map(str, ranking), "note: a", "note: b"]
-    assert search._notes(trace(lambda x: x.sum(), (X,), ()))[0].startswith("the step returns none of its arguments")
+    assert search._notes(trace(lambda x: x.sum(), (X,), ()), [])[0].startswith("the step returns none of its arguments")
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -594,7 +626,7 @@ def test_a_cache_that_is_broken(
     assert len(files) >= 6
     files[0].write_bytes(b"")
     files[1].write_bytes(files[1].read_bytes()[:-9])
-    files[2].write_text('[[["of another version", [], 1]], [], 0, 0, []]')
+    files[2].write_text('[[["of another version", [], 1]], [], 0, {}, 0, []]')
     files[3].write_bytes(b"\xff")
     assert plan(processes=1) == ranking
     assert len(started) == 1
@@ -613,7 +645,18 @@ def test_a_cache_runs_nothing_that_it_holds(
     assert plan(processes=1) == ranking
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1, 2]", "[[1], [], 0, 0, []]", "[[], [[[1], 2, 3]], 0, 0, []]", "null"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[1, 2]",
+        "[[1], [], 0, {}, 0, []]",
+        "[[], [[[1], 2, 3]], 0, {}, 0, []]",
+        "[[], [], 0, [], 0, []]",
+        "null",
+    ],
+)
 def test_no_text_of_a_worker(text: str) -> None:
     with pytest.raises(ValueError, match="no Compiled|Expecting value|unpack"):
         from_json(text)

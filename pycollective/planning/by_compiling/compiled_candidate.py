@@ -50,9 +50,18 @@ _ITEMS = {item.__name__: item for item in (Product, Convolution, Stream)}
 
 def as_json(found: Compiled) -> str:
     """What a worker has found, as :func:`from_json` reads it."""
-    computing = [[type(item).__name__, item, times] for item, times in found.work.computing.items()]
+    doubtful = {why: _as_rows(items) for why, items in found.work.doubtful.items()}
     communication = list(found.work.communication.items())
-    return json.dumps([computing, communication, found.work.scratch, found.memory, found.out_specs])
+    computing = _as_rows(found.work.computing)
+    return json.dumps([computing, communication, found.work.scratch, doubtful, found.memory, found.out_specs])
+
+
+def _as_rows(items: Counter[Any]) -> list[Any]:
+    return [[type(item).__name__, item, times] for item, times in items.items()]
+
+
+def _from_rows(rows: Any) -> Counter[Any]:
+    return Counter({_ITEMS[name](*_tuple(item)): times for name, item, times in rows})
 
 
 def from_json(text: str) -> Compiled:
@@ -62,14 +71,15 @@ def from_json(text: str) -> Compiled:
         ValueError: the text is something else.
     """
     try:
-        computing, communication, scratch, memory, out_specs = json.loads(text)
+        computing, communication, scratch, doubtful, memory, out_specs = json.loads(text)
         work = Work(
-            Counter({_ITEMS[name](*_tuple(item)): times for name, item, times in computing}),
+            _from_rows(computing),
             Counter({Communication(*_tuple(item)): times for item, times in communication}),
             scratch,
+            {why: _from_rows(rows) for why, rows in doubtful.items()},
         )
         return Compiled(work, memory, _tuple(out_specs))
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no {Compiled.__name__}: {error!r}") from error
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pycollective.jax_support.program_text import (
@@ -99,11 +99,26 @@ class Work:
         communication: how often it makes each collective.
         scratch: the bytes that a product or convolution takes while it runs, which XLA's account of memory lacks: the
             most of all.
+        doubtful: what of ``computing`` no measured program is like, by the reason.
     """
 
     computing: Counter[Product | Convolution | Stream]
     communication: Counter[Communication]
     scratch: int = 0
+    doubtful: Mapping[str, Counter[Product | Convolution | Stream]] = field(default_factory=dict)
+
+
+IRREGULAR = "gathers, scatters and sorts"
+"""A reason of doubt: what these take depends on the indices."""
+
+LOOPS = "loops of short turns"
+"""A reason of doubt: arrays stay in the caches from turn to turn, and what a turn takes by itself counts."""
+
+UNKNOWN_TURNS = "loops whose number of turns XLA does not know"
+"""A reason of doubt: they count once."""
+
+_MANY_TURNS = 8  # of a loop whose turns are alike in what the caches hold
+_IRREGULAR = ("gather", "scatter", "sort")
 
 
 _FREE = (
@@ -161,7 +176,7 @@ def work_of(text: str, devices: int) -> Work:
     """
     reader = _Reader(Program.read(text), devices)
     reader.add(reader.program.entry, 1)
-    return Work(reader.computing, reader.communication, reader.scratch)
+    return Work(reader.computing, reader.communication, reader.scratch, reader.doubtful)
 
 
 class _Reader:
@@ -171,9 +186,10 @@ class _Reader:
         self.computing: Counter[Product | Convolution | Stream] = Counter()
         self.communication: Counter[Communication] = Counter()
         self.scratch = 0
+        self.doubtful: dict[str, Counter[Product | Convolution | Stream]] = {}
 
-    def add(self, name: str, times: int) -> None:
-        """Adds what a computation does, so many times."""
+    def add(self, name: str, times: int, doubt: str = "") -> None:
+        """Adds what a computation does, so many times; ``doubt``: why no measured program is like it."""
         computation = self.program.computations[name]
         shapes = {instruction.name: instruction.results for instruction in computation}
         for instruction in computation:
@@ -181,18 +197,27 @@ class _Reader:
                 continue
             if instruction.opcode == "while":
                 turns = _TURNS.search(instruction.attributes)
+                count = int(turns[1]) if turns else 1
+                inside = UNKNOWN_TURNS if turns is None else doubt or (LOOPS if count >= _MANY_TURNS else "")
                 for called in instruction.called:
-                    self.add(called, times * int(turns[1] if turns else 1))
+                    self.add(called, times * count, inside)
             elif instruction.opcode in ("call", "async-start"):
                 for called in instruction.called:
-                    self.add(called, times)
+                    self.add(called, times, doubt)
             elif instruction.opcode == "conditional":
-                self.add(max(instruction.called, key=self._bytes_of), times)
+                self.add(max(instruction.called, key=self._bytes_of), times, doubt)
             elif instruction.collective:
                 self.communication[self._collective(instruction.collective, instruction, shapes)] += times
             else:
+                why = IRREGULAR if self._is_irregular(instruction) else doubt
                 for each in self._computed(instruction, shapes):
                     self.computing[each] += times
+                    if why:
+                        self.doubtful.setdefault(why, Counter())[each] += times
+
+    def _is_irregular(self, instruction: Instruction) -> bool:
+        inner = self.program.computations[instruction.called[0]] if instruction.opcode == "fusion" else (instruction,)
+        return any(one.opcode in _IRREGULAR for one in inner)
 
     def _bytes_of(self, name: str) -> float:
         return sum(instruction.nbytes for instruction in self.program.computations[name])

@@ -29,6 +29,7 @@ _WHERE = "plan"
 _REFINED = 3  # the best candidates whose arrays are cut in other ways, one after the other
 _NEAR = 1.02  # of an equal share of the computation: there is hardly anything left to gain
 _SLOW = 1.1  # of the fastest plan: what takes longer is not refined
+_DOUBTFUL = 0.2  # of the predicted time: what is more makes the order of plans doubtful
 _LITTLE = 0.01  # of the fastest plan: arrays that are sent in less are left as they are
 
 
@@ -117,12 +118,22 @@ def plan(
     plans = [Plan(*each, traced.signature) for each in found]
     if verify:
         plans = _verified(plans, measure(plans[:verify], step, *args), limit)
-    return Ranking(tuple(plans), alone, _notes(traced))
+    return Ranking(tuple(plans), alone, (*_notes(traced, plans), *profile.notes))
 
 
-def _notes(traced: Step) -> tuple[str, ...]:
-    """What the user may not expect."""
+def _notes(traced: Step, plans: Sequence[Plan]) -> tuple[str, ...]:
+    """What the user may not expect of these plans, and where their predictions may be far off."""
     notes = []
+    shares: dict[str, float] = {}
+    for prediction in (one.prediction for one in plans if one.measured is None):
+        for why, seconds in prediction.doubtful_s:
+            shares[why] = max(seconds / prediction.seconds, shares.get(why, 0.0))
+    for why, share in shares.items():
+        if share > _DOUBTFUL:
+            notes.append(
+                f"{why} take up to {share:.0%} of a plan's predicted time, and the profile does not know what they"
+                " take, so the order of the plans may be wrong; run the best ones with pc.plan(verify=)"
+            )
     if traced.leaves and not traced.signature.states:
         notes.append(
             "the step returns none of its arguments again, with the same tree, shapes and dtypes, so all of them are"

@@ -86,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
             status = 128 + signal.SIGINT
     console = Console()
     console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
+    for note in profile.notes:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} layouts on {devices} devices, {len(fitting)} fit into {limit / 2**30:.3g} GiB")
     console.print(_table(chosen))
     words = shlex.join([options.program.name, *options.arguments, *chosen[0].arguments()])
