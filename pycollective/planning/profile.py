@@ -122,6 +122,8 @@ class Profile:
         call: seconds that the smallest program takes.
         instruction: seconds that each instruction of a program of many takes beside what it takes alone.
         noise: how much the machine was disturbed during the measurement; None if the profile does not say it.
+        overlap: from the kind of program to the share of the shorter one, of a collective of all devices and of a
+            computation that does not need it, that passes at the same time. What is missing counts as 0.
     """
 
     source: str
@@ -141,6 +143,7 @@ class Profile:
     transposes: Curve | None = None
     instruction: float = 0.0
     noise: Noise | None = None
+    overlap: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -199,6 +202,16 @@ class Profile:
     def part_s(self, alone: float) -> float:
         """Returns the seconds that a part adds to a program, from those of a program of this part alone."""
         return max(alone - self.call, 0.0)
+
+    def beside_s(self, communication: float, computing: float, programs: str) -> float:
+        """Returns the seconds of collectives and computation that pass at the same time where the program lets them.
+
+        Args:
+            communication: the seconds of the collectives.
+            computing: those of the computation that may take place during them.
+            programs: "named axes" or "global arrays".
+        """
+        return self.overlap.get(programs, 0.0) * min(communication, computing)
 
     def product_s(self, dtype: str, m: float, k: float, n: float, batch: float = 1, form: str = "NN") -> float:
         """Returns the seconds of so many products of matrices (m, k) and (k, n) in one call.
@@ -274,7 +287,7 @@ class Profile:
             ]
             for name in _TABLES
         }
-        flat = {key: getattr(self, key) for key in (*_FLAT, "instruction")}
+        flat = {key: getattr(self, key) for key in (*_FLAT, "instruction", "overlap")}
         if self.noise:
             flat["noise"] = self.noise._asdict()
         passes = {name: curve._asdict() for name in _PASSES if (curve := getattr(self, name))}
@@ -331,6 +344,9 @@ class Profile:
         if not (0 <= call < _MOST and 0 <= instruction < _MOST):
             raise ValueError(f"call and instruction take 0 s or more, not {call} and {instruction}")
         rest.update(call=call, instruction=instruction)
+        overlap = rest["overlap"] = {key: float(value) for key, value in read.get("overlap", {}).items()}
+        if not all(0 <= share <= 1 for share in overlap.values()):
+            raise ValueError(f"overlap is a share from 0 to 1, not {overlap}")
         if "noise" in read:
             noise = rest["noise"] = Noise(**{key: float(value) for key, value in read["noise"].items()})
             if not all(0 <= number < _MOST for number in noise):

@@ -18,7 +18,7 @@ import pycollective as pc
 from pycollective.errors import message
 from pycollective.planning.profile import ARRAYS, OPERATIONS, Group, Noise, Profile
 from pycollective.planning.progress import progress
-from pycollective.profiling import collectives, computing
+from pycollective.profiling import collectives, computing, overlap
 from pycollective.transport.mpi import MPI
 
 _SMALL, _LARGE = 4 << 10, 2 << 20  # bytes, in the table
@@ -52,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
         console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
         console.print(_table_of_collectives(profile))
         console.print(_table_of_computing(profile))
+        for kind, share in profile.overlap.items():
+            console.print(f"{kind}: {share:.0%} of a sum passes while devices compute as long", highlight=False)
         for note in profile.notes or (f"noise: {profile.noise}",):
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         console.print(
@@ -73,6 +75,7 @@ def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable
         devices=options.devices,
         memory=memory,
         collectives=curves,
+        overlap=overlap.measure_overlap(comm, options.devices),
         noise=Noise(of_computing, of_collectives, load),
         **fields,
     )

@@ -60,6 +60,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     check(profile, (AXES, NARROW, ARRAYS), [Group(2, 1)], ["float32"])
     assert profile.noise is not None
     assert min(profile.noise[:2]) >= 1
+    assert list(profile.overlap) == [AXES, ARRAYS]
     assert str(profile.noise) in done.stdout
     assert " profile, 20" in profile.source
     assert "2 rank(s) on 1 host(s)" in profile.source

@@ -288,6 +288,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         transposed={"float32": {4: WITHIN}},
         transposes=BETWEEN,
         instruction=3e-6,
+        overlap={AXES: 0.25},
     )
     path = tmp_path / "cluster.json"
     for one in (profile, example):
@@ -395,6 +396,7 @@ CURVE = "a curve needs sizes that rise from above 0, and a time for each"
         (change("noise", to={"computing": 1, "collectives": -1, "load": 0}), "noise has numbers of 0 or more, not"),
         (change("noise", to={"computing": 1}), "TypeError"),
         (change("noise", to=3), "AttributeError"),
+        (change("overlap", to={"named axes": 1.5}), "overlap is a share from 0 to 1, not"),
         (change("instruction", to=math.inf), "call and instruction take 0 s or more, not 1e-05 and inf"),
     ],
 )

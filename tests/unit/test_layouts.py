@@ -320,6 +320,23 @@ def test_optimizers_with_more_numbers() -> None:
     assert (passes + 15 * nbytes, 0, 0) == ns(Layout(1, 1, 1, 1), mixed)
 
 
+def test_sums_of_gradients_pass_during_the_backward_pass() -> None:
+    """Their share of the shorter one; not those of several microbatches, nor parameters that are gathered."""
+    profile = replace(ROUND, overlap={AXES: 0.5, "global arrays": 1.0})
+
+    def saved(layout: Layout) -> float:
+        without, with_it = (Estimator(NETWORK, of).estimate(layout) for of in (ROUND, profile))
+        assert without.computing_s == with_it.computing_s
+        return without.communication_s - with_it.communication_s
+
+    sums = Estimator(NETWORK, ROUND).estimate(Layout(2, 1, 1, 1)).communication_s
+    assert saved(Layout(2, 1, 1, 1)) == pytest.approx(0.5 * sums)
+    for zero in (1, 3):  # a sum or a reduce-scatter takes as long here
+        assert saved(Layout(2, 1, 1, 1, zero=zero)) == pytest.approx(0.5 * sums)
+    assert saved(Layout(2, 1, 1, 2, schedule="1f1b", microbatches=2)) == 0
+    assert saved(Layout(1, 1, 1, 1)) == 0
+
+
 def test_messages_between_stages_pass_the_network() -> None:
     slow = {Group(2, 1): _CURVE, Group(1, 2): line(1e-15, 1e8), Group(2, 2): line(1e-15, 1e8)}
     profile = replace(ROUND, collectives={AXES: dict.fromkeys(OPERATIONS, slow)})

@@ -36,6 +36,7 @@ from pycollective.planning.by_compiling.prediction import Prediction, predict
 from pycollective.planning.by_compiling.program_work import (
     IRREGULAR,
     LOOPS,
+    Beside,
     Communication,
     Convolution,
     Product,
@@ -116,6 +117,22 @@ def test_how_much_of_a_prediction_may_be_far_off() -> None:
     share = 5 * each[long] / found.seconds
     assert note.startswith(f"gathers, scatters and sorts take up to {share:.0%} of a plan's predicted time")
     assert search._notes(traced, [replace(one, measured=Measured(1.0, None))]) == ()
+    assert from_json(as_json(Compiled(work, 3, ()))) == Compiled(work, 3, ())
+
+
+def test_what_passes_while_devices_compute() -> None:
+    """The measured share of the shorter one, and no more than all of the computation."""
+    product, sent = Product("float32", 1, 512, 512, 512), Communication("psum", 2**20, (0, 1))
+    product_s, sent_s = 2 * 512**3 / 1e11, 2**20 / 4e9
+    work = Work(Counter({product: 4}), Counter({sent: 3}), beside=(Beside(sent, 3, Counter({product: 1})),) * 2)
+    plain = predict(work, 5, four)
+    assert plain.beside_s == 0
+    assert plain.seconds == plain.computing_s + plain.communication_s
+    half = predict(work, 5, replace(four, overlap={"global arrays": 0.5, "named axes": 1.0}))
+    assert half.beside_s == pytest.approx(2 * 0.5 * min(product_s, 3 * sent_s))
+    assert half.seconds == pytest.approx(plain.seconds - half.beside_s)
+    few = replace(work, beside=work.beside * 9)
+    assert predict(few, 5, replace(four, overlap={"global arrays": 1.0})).beside_s == plain.computing_s
     assert from_json(as_json(Compiled(work, 3, ()))) == Compiled(work, 3, ())
 
 
@@ -517,6 +534,7 @@ def test_a_plan_as_a_dictionary(ranking: Ranking) -> None:
         "results": [[None, None], [None, None], []],
         "computing_s": found.prediction.computing_s,
         "communication_s": found.prediction.communication_s,
+        "beside_s": 0.0,
         "memory": found.prediction.memory,
         "measured_s": None,
         "measured_memory": None,
@@ -535,6 +553,8 @@ def test_a_plan_in_words() -> None:
     assert one.needed == 3460301
     unknown, known = (replace(one, measured=Measured(0.0041, memory)) for memory in (None, 5 << 20))
     assert (str(unknown), unknown.needed) == (f"{words}; measured 4.1 ms", 3460301)
+    both = replace(one, prediction=Prediction(0.00125, 0.002, 3 << 20, beside_s=0.0005))
+    assert "2.75 ms (1.25 computing, 2 sending, 0.5 of both at the same time)" in str(both)
     assert (str(known), known.needed) == (f"{words}; measured 4.1 ms, 5.0 MiB", 5 << 20)
 
 
@@ -626,7 +646,7 @@ def test_a_cache_that_is_broken(
     assert len(files) >= 6
     files[0].write_bytes(b"")
     files[1].write_bytes(files[1].read_bytes()[:-9])
-    files[2].write_text('[[["of another version", [], 1]], [], 0, {}, 0, []]')
+    files[2].write_text('[[["of another version", [], 1]], [], 0, {}, [], 0, []]')
     files[3].write_bytes(b"\xff")
     assert plan(processes=1) == ranking
     assert len(started) == 1
@@ -651,9 +671,9 @@ def test_a_cache_runs_nothing_that_it_holds(
         "",
         "{}",
         "[1, 2]",
-        "[[1], [], 0, {}, 0, []]",
-        "[[], [[[1], 2, 3]], 0, {}, 0, []]",
-        "[[], [], 0, [], 0, []]",
+        "[[1], [], 0, {}, [], 0, []]",
+        "[[], [[[1], 2, 3]], 0, {}, [], 0, []]",
+        "[[], [], 0, [], [], 0, []]",
         "null",
     ],
 )

@@ -295,6 +295,29 @@ def test_a_loop_of_unknown_length_counts_once() -> None:
     assert found.doubtful[UNKNOWN_TURNS][Product("float32", 1, 8, 16, 16)] == 1
 
 
+def test_what_may_be_computed_during_a_collective() -> None:
+    """Neither what brings its operands nor what waits for its result, also where another program is called."""
+    mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    cut, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("i"), P()))
+
+    def step(x: Array, w: Array, y: Array) -> tuple[Array, Array]:
+        before = x @ w  # rows 8: 4 on each device
+        total = before.sum(0)
+        beside = lax.fori_loop(0, 3, lambda _, y: y @ w, y)
+        return jnp.outer(total, total) @ w, beside
+
+    program = jax.jit(step, in_shardings=(cut, whole, whole), out_shardings=whole)
+    text = program.lower(f32(8, 16), f32(16, 16), f32(32, 16)).compile().as_text()
+    assert text is not None
+    found = work_of(text, 2)
+    [beside] = found.beside
+    assert beside.communication == Communication("psum", 64, (0, 1))
+    assert found.communication == {beside.communication: 1}
+    products = {one: count for one, count in beside.computing.items() if isinstance(one, Product)}
+    assert products == {Product("float32", 1, 32, 16, 16): 3}
+    assert {product.m for product in counts(Product, found)} >= {4, 16, 32}
+
+
 def test_what_no_measured_program_is_like() -> None:
     """Long loops with all inside, gathers and sorts; neither short loops nor what is beside them."""
 

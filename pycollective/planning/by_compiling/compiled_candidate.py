@@ -11,7 +11,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from pycollective.planning.by_compiling.candidates import Candidate, Spec
-from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work, work_of
+from pycollective.planning.by_compiling.program_work import (
+    Beside,
+    Communication,
+    Convolution,
+    Product,
+    Stream,
+    Work,
+    work_of,
+)
 
 READY = "ready"
 """What a worker answers when it has started."""
@@ -52,8 +60,9 @@ def as_json(found: Compiled) -> str:
     """What a worker has found, as :func:`from_json` reads it."""
     doubtful = {why: _as_rows(items) for why, items in found.work.doubtful.items()}
     communication = list(found.work.communication.items())
-    computing = _as_rows(found.work.computing)
-    return json.dumps([computing, communication, found.work.scratch, doubtful, found.memory, found.out_specs])
+    beside = [[one.communication, one.times, _as_rows(one.computing)] for one in found.work.beside]
+    work = [_as_rows(found.work.computing), communication, found.work.scratch, doubtful, beside]
+    return json.dumps([*work, found.memory, found.out_specs])
 
 
 def _as_rows(items: Counter[Any]) -> list[Any]:
@@ -71,12 +80,13 @@ def from_json(text: str) -> Compiled:
         ValueError: the text is something else.
     """
     try:
-        computing, communication, scratch, doubtful, memory, out_specs = json.loads(text)
+        computing, communication, scratch, doubtful, beside, memory, out_specs = json.loads(text)
         work = Work(
             _from_rows(computing),
             Counter({Communication(*_tuple(item)): times for item, times in communication}),
             scratch,
             {why: _from_rows(rows) for why, rows in doubtful.items()},
+            tuple(Beside(Communication(*_tuple(item)), times, _from_rows(rows)) for item, times, rows in beside),
         )
         return Compiled(work, memory, _tuple(out_specs))
     except (AttributeError, KeyError, TypeError) as error:

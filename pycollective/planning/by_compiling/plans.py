@@ -52,7 +52,9 @@ class Plan:
 
     def __str__(self) -> str:
         p = self.prediction
-        times = f"{p.seconds * 1e3:.3g} ms ({p.computing_s * 1e3:.3g} computing, {p.communication_s * 1e3:.3g} sending)"
+        parts = f"{p.computing_s * 1e3:.3g} computing, {p.communication_s * 1e3:.3g} sending"
+        both = f", {p.beside_s * 1e3:.3g} of both at the same time" if p.beside_s else ""
+        times = f"{p.seconds * 1e3:.3g} ms ({parts}{both})"
         mesh = " x ".join(f"{name} {size}" for name, size in self.candidate.mesh.items())
         said = f"{mesh}, {self.candidate.rule}: {times}, {p.memory / 2**20:.1f} MiB"
         if self.measured is None:
@@ -105,6 +107,7 @@ class Plan:
             "results": [list(spec) for spec in self.out_specs],
             "computing_s": self.prediction.computing_s,
             "communication_s": self.prediction.communication_s,
+            "beside_s": self.prediction.beside_s,
             "memory": self.prediction.memory,
             "measured_s": self.measured and self.measured.seconds,
             "measured_memory": self.measured and self.measured.memory,
