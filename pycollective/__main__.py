@@ -14,7 +14,7 @@ COMMANDS = {
     "doctor": ("pycollective.doctor.command", "report what this installation and job have, and what is wrong"),
     "report": ("pycollective.report.command", "show what a trace, or the records of a failed job, say"),
     "profile": ("pycollective.profiling.command", "measure how fast ranks compute and communicate, for plans"),
-    "plan": ("pycollective.planning.by_formulas.command", "rank the ways to train a program's network on a cluster"),
+    "plan": ("pycollective.planning.command", "rank the ways to train a program's network on a cluster"),
     "bench": ("pycollective.bench.command", "measure collectives beside raw MPI and other libraries"),
 }
 

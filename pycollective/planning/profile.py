@@ -52,6 +52,37 @@ class Group(NamedTuple):
         return self.per_host * self.hosts
 
 
+class Noise(NamedTuple):
+    """How much a machine was disturbed while a profile was measured. Of an idle one the first two are near 1.
+
+    Attributes:
+        computing: how many times the fastest turn of a program its turns took on average; the median of all programs.
+        collectives: how many times the faster one of two measurements of a collective the slower one took; the 90th
+            percentile of all sizes.
+        load: the processes for each core that ran or waited for one before the measurement, on the busiest host.
+    """
+
+    computing: float
+    collectives: float
+    load: float
+
+    def __str__(self) -> str:
+        return (
+            f"turns of a program took {self.computing:.2f} times the fastest one (median), a second measurement of a"
+            f" collective {self.collectives:.2f} times the first or the other way round (90th percentile), and"
+            f" {self.load:.2f} processes ran for each core before"
+        )
+
+    @property
+    def is_high(self) -> bool:
+        """Whether it is more than an idle machine has."""
+        return any(own > most for own, most in zip(self, _QUIET, strict=True))
+
+
+_QUIET = Noise(1.1, 2.0, 0.3)
+"""The most that a machine has on which nobody else computes."""
+
+
 def group_of(devices: Sequence[int], per_host: int) -> Group:
     """The kind of a group: on how many hosts its devices are, and how many on each.
 
@@ -90,6 +121,9 @@ class Profile:
             None.
         call: seconds that the smallest program takes.
         instruction: seconds that each instruction of a program of many takes beside what it takes alone.
+        noise: how much the machine was disturbed during the measurement; None if the profile does not say it.
+        overlap: from the kind of program to the share of the shorter one, of a collective of all devices and of a
+            computation that does not need it, that passes at the same time. What is missing counts as 0.
     """
 
     source: str
@@ -108,6 +142,16 @@ class Profile:
     transposed: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
     transposes: Curve | None = None
     instruction: float = 0.0
+    noise: Noise | None = None
+    overlap: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on how far the profile can be trusted."""
+        if self.noise is None or not self.noise.is_high:
+            return ()
+        doubt = "times may be too long and plans in the wrong order; measure again while nobody else computes there"
+        return (f"the profile was measured on a busy machine ({self.noise}): {doubt}",)
 
     @property
     def per_host(self) -> int:
@@ -158,6 +202,16 @@ class Profile:
     def part_s(self, alone: float) -> float:
         """Returns the seconds that a part adds to a program, from those of a program of this part alone."""
         return max(alone - self.call, 0.0)
+
+    def beside_s(self, communication: float, computing: float, programs: str) -> float:
+        """Returns the seconds of collectives and computation that pass at the same time where the program lets them.
+
+        Args:
+            communication: the seconds of the collectives.
+            computing: those of the computation that may take place during them.
+            programs: "named axes" or "global arrays".
+        """
+        return self.overlap.get(programs, 0.0) * min(communication, computing)
 
     def product_s(self, dtype: str, m: float, k: float, n: float, batch: float = 1, form: str = "NN") -> float:
         """Returns the seconds of so many products of matrices (m, k) and (k, n) in one call.
@@ -233,7 +287,9 @@ class Profile:
             ]
             for name in _TABLES
         }
-        flat = {key: getattr(self, key) for key in (*_FLAT, "instruction")}
+        flat = {key: getattr(self, key) for key in (*_FLAT, "instruction", "overlap")}
+        if self.noise:
+            flat["noise"] = self.noise._asdict()
         passes = {name: curve._asdict() for name in _PASSES if (curve := getattr(self, name))}
         rest = {**passes, "collectives": collectives, **tables}
         files.write(path, json.dumps({"format": _FORMAT, **flat, **rest}, indent=1) + "\n")
@@ -288,6 +344,13 @@ class Profile:
         if not (0 <= call < _MOST and 0 <= instruction < _MOST):
             raise ValueError(f"call and instruction take 0 s or more, not {call} and {instruction}")
         rest.update(call=call, instruction=instruction)
+        overlap = rest["overlap"] = {key: float(value) for key, value in read.get("overlap", {}).items()}
+        if not all(0 <= share <= 1 for share in overlap.values()):
+            raise ValueError(f"overlap is a share from 0 to 1, not {overlap}")
+        if "noise" in read:
+            noise = rest["noise"] = Noise(**{key: float(value) for key, value in read["noise"].items()})
+            if not all(0 <= number < _MOST for number in noise):
+                raise ValueError(f"noise has numbers of 0 or more, not {tuple(noise)}")
         for name in _TABLES:
             table = rest[name] = {}
             for row in read.get(name, ()) if name in _OPTIONAL else read[name]:

@@ -10,8 +10,10 @@ from rich.progress import Progress
 
 
 @contextmanager
-def progress(what: str, *, show: bool) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+def progress(what: str, *, show: bool) -> Iterator[tuple[Callable[[int], None], Callable[..., None]]]:
     """Shows a bar for as long: functions that add to what is to be done, and that say how much of it has been done.
+
+    The second one also takes words that replace ``what`` from then on.
 
     Args:
         what: what is under way, in a word.
@@ -23,4 +25,7 @@ def progress(what: str, *, show: bool) -> Iterator[tuple[Callable[[int], None], 
         def grow(count: int) -> None:
             bar.update(task, total=(bar.tasks[0].total or 0) + count)
 
-        yield grow, lambda count: bar.advance(task, count)
+        def advance(count: int, what: str | None = None) -> None:
+            bar.update(task, advance=count, description=what)
+
+        yield grow, advance

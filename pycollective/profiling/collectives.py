@@ -45,14 +45,20 @@ def count_turns(hosts: int, ranks_per_host: int) -> int:
     return len(groups_in(hosts, ranks_per_host)) * len(OPERATIONS) * len(SIZES)
 
 
-def measure_collectives(comm: pc.Communicator, devices: int, tick: Callable[[int], None]) -> Curves:
+def measure_collectives(comm: pc.Communicator, devices: int, tick: Callable[[int], None]) -> tuple[Curves, float]:
     """Measures collectives over ranks that make them in groups at the same time. All ranks must make this call.
+
+    Each is measured twice, some seconds apart. The faster one counts, since what disturbs a measurement adds time.
 
     Args:
         comm: all ranks, as many on each host.
         devices: the number of devices of each rank. With several, programs of global arrays are not measured.
         tick: a function to call with the number of sizes that are done.
+
+    Returns:
+        The curves, and :attr:`Noise.collectives <pycollective.planning.profile.Noise.collectives>`.
     """
+    ratios: list[float] = []
     curves: Curves = {kind: {} for kind in ((AXES, NARROW, ARRAYS) if devices == 1 else (AXES, NARROW))}
     places = comm.mpi.allgather((comm.host_index, comm.local_rank))
     for ranks in groups_in(comm.host_count, comm.local_size):
@@ -72,10 +78,10 @@ def measure_collectives(comm: pc.Communicator, devices: int, tick: Callable[[int
         group = Group(ranks.per_host * devices, ranks.hosts)
         for operation in OPERATIONS:
             of_operation = {kind: one for kind, one in programs.items() if kind != NARROW or operation == "psum"}
-            for kind, curve in _curves(comm, part, operation, of_operation, group, tick):
+            for kind, curve in _curves(comm, part, operation, of_operation, group, tick, ratios):
                 curves[kind].setdefault(operation, {})[group] = curve
         part.free()
-    return curves
+    return curves, float(np.quantile(ratios, 0.9)) if ratios else 1.0
 
 
 def _curves(
@@ -85,23 +91,36 @@ def _curves(
     programs: dict[str, Implementation],
     group: Group,
     tick: Callable[[int], None],
+    ratios: list[float],
 ) -> Iterator[tuple[str, Curve]]:
-    """The curve of an operation for each kind of program."""
+    """The curve of an operation for each kind of program. It adds the ratios of two measurements to a list."""
     runners = {kind: InProcess(one, part.rank, part.size, partial(meet, comm.mpi)) for kind, one in programs.items()}
     points: dict[str, dict[int, float]] = {kind: {} for kind in runners}
-    calls = 20
-    for left, nbytes in zip(range(len(SIZES), 0, -1), SIZES, strict=True):
+
+    def seconds(nbytes: int, kind: str, calls: int) -> tuple[int, float]:
         workload = make_workload(operation, nbytes, np.float32, group.size)
+        timing = measure(comm.mpi, workload, [runners[kind]], calls=calls, warmup=2)[runners[kind].name]
+        if timing.wrong:
+            raise RuntimeError(f"{operation} of {nbytes} B in {kind} gave {timing.wrong} wrong elements")
+        return workload.nbytes, timing.median_us * 1e-6
+
+    calls = 20
+    done: list[tuple[int, int]] = []
+    for left, nbytes in zip(range(len(SIZES), 0, -1), SIZES, strict=True):
         slowest = 0.0
-        for kind, runner in runners.items():
-            timing = measure(comm.mpi, workload, [runner], calls=calls, warmup=2)[runner.name]
-            if timing.wrong:
-                raise RuntimeError(f"{operation} of {nbytes} B in {kind} gave {timing.wrong} wrong elements")
-            points[kind][workload.nbytes] = timing.median_us * 1e-6
-            slowest = max(slowest, timing.median_us * 1e-6)
+        for kind, of_kind in points.items():
+            size, took = seconds(nbytes, kind, calls)
+            of_kind[size] = took
+            slowest = max(slowest, took)
+        done.append((nbytes, calls))
         if slowest > _LONGEST_S:
             tick(left)
             break
         tick(1)
         calls = int(min(max(_SECONDS / (8 * slowest), 3), 20))  # the next size has eight times the bytes
+    for nbytes, calls in done:
+        for kind, of_kind in points.items():
+            size, again = seconds(nbytes, kind, calls)
+            ratios.append(max(again, of_kind[size]) / min(again, of_kind[size]))
+            of_kind[size] = min(again, of_kind[size])
     return ((kind, Curve.measured(at)) for kind, at in points.items())

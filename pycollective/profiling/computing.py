@@ -58,23 +58,29 @@ def touch_memory() -> None:
     np.ones(min(_TOUCHED, psutil.virtual_memory().available // 16), np.uint8)
 
 
-def measure_computing(comm: pc.Communicator, dtypes: Sequence[str], tick: Callable[[int], None]) -> dict[str, Any]:
-    """Measures how fast the devices compute: the fields of a profile that say it. All ranks must make this call.
+def measure_computing(
+    comm: pc.Communicator, dtypes: Sequence[str], tick: Callable[[int], None]
+) -> tuple[dict[str, Any], float]:
+    """Measures how fast the devices compute. All ranks must make this call.
 
     Args:
         comm: the ranks.
         dtypes: the dtypes of products and convolutions.
         tick: a function to call with the number of turns that are done, of :func:`count_turns`.
+
+    Returns:
+        The fields of a profile that say it, and how much the machine was disturbed.
     """
     fields: dict[str, Any] = {}
-    for (name, dtype, number), curve in measure_curves(comm, _programs(dtypes), tick).items():
+    curves, noise = measure_curves(comm, _programs(dtypes), tick)
+    for (name, dtype, number), curve in curves.items():
         if dtype:
             fields.setdefault(name, {}).setdefault(dtype, {})[number] = curve
         else:
             fields[name] = curve
     layers_s, fields["call"] = fields.pop("layers").seconds[0], fields["call"].seconds[0]
     known = Profile(source="", hosts=1, ranks=1, devices=1, memory=1, collectives={}, **fields)
-    return fields | {"instruction": instruction_s(layers_s, known)}
+    return fields | {"instruction": instruction_s(layers_s, known)}, noise
 
 
 def count_turns(dtypes: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from rich.table import Table
 
 import pycollective as pc
 from pycollective.errors import message
-from pycollective.planning.profile import ARRAYS, OPERATIONS, Group, Profile
+from pycollective.planning.profile import ARRAYS, OPERATIONS, Group, Noise, Profile
 from pycollective.planning.progress import progress
-from pycollective.profiling import collectives, computing
+from pycollective.profiling import collectives, computing, overlap
 from pycollective.transport.mpi import MPI
 
 _SMALL, _LARGE = 4 << 10, 2 << 20  # bytes, in the table
@@ -51,6 +52,10 @@ def run(options: argparse.Namespace) -> int:
         console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
         console.print(_table_of_collectives(profile))
         console.print(_table_of_computing(profile))
+        for kind, share in profile.overlap.items():
+            console.print(f"{kind}: {share:.0%} of a sum passes while devices compute as long", highlight=False)
+        for note in profile.notes or (f"noise: {profile.noise}",):
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         console.print(
             f"{options.output}: {len(options.output.read_bytes())} B", markup=False, highlight=False, soft_wrap=True
         )
@@ -58,17 +63,27 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable[[int], None]) -> Profile:
+    load = float(comm.mpi.allreduce(_load(), MPI.MAX))
     memory = computing.memory_of_a_device(comm, options.devices)
     computing.touch_memory()
+    curves, of_collectives = collectives.measure_collectives(comm, options.devices, tick)
+    fields, of_computing = computing.measure_computing(comm, options.dtypes, tick)
     return Profile(
         source=_source(comm),
         hosts=comm.host_count,
         ranks=comm.size,
         devices=options.devices,
         memory=memory,
-        collectives=collectives.measure_collectives(comm, options.devices, tick),
-        **computing.measure_computing(comm, options.dtypes, tick),
+        collectives=curves,
+        overlap=overlap.measure_overlap(comm, options.devices),
+        noise=Noise(of_computing, of_collectives, load),
+        **fields,
     )
+
+
+def _load() -> float:
+    """The processes for each core that have run or waited for one in the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def _source(comm: pc.Communicator) -> str:

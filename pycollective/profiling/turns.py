@@ -38,8 +38,8 @@ class Programs(NamedTuple):
 
 def measure_curves(
     comm: pc.Communicator, curves: Mapping[Key, Programs], tick: Callable[[int], None]
-) -> dict[Key, Curve]:
-    """Measures curves on all ranks at once. All ranks must make this call.
+) -> tuple[dict[Key, Curve], float]:
+    """Measures curves on all ranks at once, and how much the machine was disturbed. All ranks must make this call.
 
     In a first turn programs are compiled and get as fast as they can. Then come :data:`TURNS` turns of all programs, of
     which a program's median counts.
@@ -48,6 +48,9 @@ def measure_curves(
         comm: the ranks.
         curves: the programs of each curve.
         tick: a function to call with the number of curves that have had a turn, 1 + :data:`TURNS` times each.
+
+    Returns:
+        The curves, and :attr:`Noise.computing <pycollective.planning.profile.Noise.computing>`.
     """
     timed: dict[Key, dict[int, _Timed]] = {}
     for key, (sizes, program) in curves.items():
@@ -62,10 +65,13 @@ def measure_curves(
             for size, one in programs.items():
                 one.turn(curves[key].program(size)[1])
             tick(1)
-    return {
+    every = [one.seconds for programs in timed.values() for one in programs.values()]
+    noise = statistics.median(statistics.mean(seconds) / min(seconds) for seconds in every)
+    found = {
         key: Curve.measured({size: statistics.median(one.seconds) for size, one in programs.items()})
         for key, programs in timed.items()
     }
+    return found, noise
 
 
 class _Timed:

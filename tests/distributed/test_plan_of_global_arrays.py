@@ -99,15 +99,18 @@ def test_without_an_account_of_memory_there_is_none(monkeypatch: pytest.MonkeyPa
 def test_steps_that_donate(world: pc.Communicator) -> None:
     """The caller's arrays stay, and an argument whose memory another result takes is there again in the next step."""
 
-    def both(w: Array, x: Array, z: Array) -> tuple[Array, Array]:
-        return step(w, x)[0], jnp.tanh(x + z)
+    def both(w: Array, x: Array, z: Array, key: Array) -> tuple[Array, ...]:
+        return step(w, x)[0], jnp.tanh(x + z), jax.random.split(key)[0]
 
     w, x = arrays(64)
-    options: dict[str, Any] = {"profile": example, "devices": SIZE, "compilations": 2, "donate_argnums": (0, 2)}
-    best = pc.plan(both, w, x, x, **options).best
-    placed = jax.tree.map(jax.device_put, (w, x, x + 1), best.in_shardings)
-    ranking = pc.plan(both, *placed, verify=2, **options)
+    key = jax.random.key(1)
+    options: dict[str, Any] = {"profile": example, "devices": SIZE, "compilations": 2, "donate_argnums": (0, 2, 3)}
+    best = pc.plan(both, w, x, x, key, **options).best
+    placed = jax.tree.map(jax.device_put, (w, x, x + 1), best.in_shardings[:3])
+    ranking = pc.plan(both, *placed, key, verify=2, **options)
     assert all(one.measured for one in ranking)
+    assert measure(ranking.plans[:1], both, *jax.eval_shape(lambda *xs: xs, *placed, key), steps=1)[0].seconds > 0
+    assert jax.random.key_data(key)[1] == 1
     for given, one in zip((w, x, x + 1), placed, strict=True):
         assert not one.is_deleted()
         np.testing.assert_array_equal(jax.experimental.multihost_utils.process_allgather(one, tiled=True), given)

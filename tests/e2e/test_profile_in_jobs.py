@@ -58,6 +58,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     profile = Profile.load(file)
     assert (profile.hosts, profile.ranks, profile.devices, profile.per_host) == (1, 2, 1, 2)
     check(profile, (AXES, NARROW, ARRAYS), [Group(2, 1)], ["float32"])
+    assert profile.noise is not None
+    assert min(profile.noise[:2]) >= 1
+    assert list(profile.overlap) == [AXES, ARRAYS]
+    assert str(profile.noise) in done.stdout
     assert " profile, 20" in profile.source
     assert "2 rank(s) on 1 host(s)" in profile.source
     for kind in (AXES, ARRAYS):
@@ -129,7 +133,8 @@ def split(color, key):
 
 place = {"host_index": comm.rank // 2, "local_rank": comm.rank % 2, "host_count": 2, "local_size": 2}
 faked = SimpleNamespace(rank=comm.rank, size=4, mpi=comm.mpi, split=split, **place)
-curves = collectives.measure_collectives(faked, 1, ticks.append)
+curves, noise = collectives.measure_collectives(faked, 1, ticks.append)
+assert noise >= 1
 found = {kind: {name: list(groups) for name, groups in table.items()} for kind, table in curves.items()}
 measured = [curve for table in curves.values() for groups in table.values() for curve in groups.values()]
 sizes = sorted({curve.sizes for curve in measured})

@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 
 import pycollective as pc
 from pycollective.bench.implementations import GlobalArrays
+from pycollective.bench.measure import Timing
 from pycollective.bench.workloads import count_wrong, expected, make_workload, operands
 from pycollective.planning import timing
 from pycollective.planning.by_compiling.program_work import Product, work_of
 from pycollective.planning.curves import Curve, across
 from pycollective.planning.example import profile as example
-from pycollective.planning.profile import ARRAYS, AXES, NARROW, OPERATIONS, Group, Profile
+from pycollective.planning.profile import ARRAYS, AXES, NARROW, OPERATIONS, Group, Noise, Profile
 from pycollective.profiling import collectives, command, computing, main, turns
 from pycollective.profiling.collectives import count_turns, groups_in
 
@@ -287,12 +288,29 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         transposed={"float32": {4: WITHIN}},
         transposes=BETWEEN,
         instruction=3e-6,
+        overlap={AXES: 0.25},
     )
     path = tmp_path / "cluster.json"
     for one in (profile, example):
         one.save(path)
         assert Profile.load(path) == one
     assert path.read_text().endswith("}\n")
+
+
+def test_a_profile_knows_how_noisy_its_hour_was(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    quiet, busy = (replace(example, noise=Noise(1.05, 1.4, load)) for load in (0.1, 2.5))
+    for one in (quiet, busy):
+        one.save(path)
+        assert Profile.load(path) == one
+    assert example.notes == quiet.notes == ()
+    [note] = busy.notes
+    assert note.startswith(
+        "the profile was measured on a busy machine (turns of a program took 1.05 times the fastest one"
+    )
+    assert "2.50 processes ran for each core before" in note
+    for noise in (Noise(1.2, 1.0, 0.0), Noise(1.0, 70.0, 0.0)):
+        assert replace(example, noise=noise).notes
 
 
 def test_a_file_that_does_not_know_instructions(tmp_path: Path) -> None:
@@ -375,6 +393,10 @@ CURVE = "a curve needs sizes that rise from above 0, and a time for each"
         (change("memory", to=-1), "whole numbers above 0, .* devices of -1 B"),
         (change("call", to="short"), "could not convert"),
         (change("call", to=-1e-6), "call and instruction take 0 s or more, not -1e-06 and 0.0"),
+        (change("noise", to={"computing": 1, "collectives": -1, "load": 0}), "noise has numbers of 0 or more, not"),
+        (change("noise", to={"computing": 1}), "TypeError"),
+        (change("noise", to=3), "AttributeError"),
+        (change("overlap", to={"named axes": 1.5}), "overlap is a share from 0 to 1, not"),
         (change("instruction", to=math.inf), "call and instruction take 0 s or more, not 1e-05 and inf"),
     ],
 )
@@ -459,10 +481,35 @@ def test_programs_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     world = comm
     few = turns.Programs([1, 2, 4, 8], lambda size: (lambda: size * 0.02, [size * 0.02]))
     one = turns.Programs([3], lambda size: (lambda: size * 0.03, [size * 0.03]))
-    found = turns.measure_curves(world, {"few": few, "one": one}, ticks.append)
+    found, noise = turns.measure_curves(world, {"few": few, "one": one}, ticks.append)
+    assert noise == pytest.approx((4 * 1 + 50) / 5), "curves do not have it, but the profile says it"
     assert found == {"few": ((1, 2, 4), pytest.approx((0.02, 0.04, 0.08))), "one": ((3,), pytest.approx((0.09,)))}
     assert timed == pytest.approx([0.02, 0.04, 0.08, 0.09] * (1 + turns.TURNS))
     assert sum(ticks) == 2 * (1 + turns.TURNS)
+
+
+def test_a_collective_that_was_disturbed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster one of two measurements counts, and the profile says how far apart they were."""
+    asked: list[tuple[int, int]] = []
+
+    def measured(ranks: Any, workload: Any, runners: Any, *, calls: int, warmup: int) -> dict[str, Timing]:
+        nth = len(asked) // 2  # two kinds of programs
+        asked.append((workload.nbytes, calls))
+        took_us = {0: 774.0, 1: 20.0, 2: 11.0, 3: 200e3, 4: 12.0, 5: 40.0, 6: 11.0, 7: 100e3}[nth]
+        return {runners[0].name: Timing(took_us, took_us, took_us, 0, 1)}
+
+    monkeypatch.setattr(collectives, "measure", measured)
+    programs: Any = {"a": SimpleNamespace(name="a"), "b": SimpleNamespace(name="b")}
+    ratios: list[float] = []
+    ticks: list[int] = []
+    found = dict(collectives._curves(comm, comm, "psum", programs, Group(2, 1), ticks.append, ratios))
+    assert list(found) == ["a", "b"]
+    for curve in found.values():
+        assert curve.sizes == collectives.SIZES[:4]
+        assert curve.seconds == pytest.approx((11e-6, 11e-6, 11e-6, 0.1))
+    assert sorted(ratios) == pytest.approx(sorted([774 / 12, 2.0, 1.0, 2.0] * 2))
+    assert sum(ticks) == len(collectives.SIZES)
+    assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
 
 
 @pytest.mark.parametrize("call_s", [20e-3, 2e-3, 60e-6, 1e-7])
@@ -506,15 +553,16 @@ def test_large_arguments_are_other_ones_in_each_call(nbytes: int, copies: int) -
 
 
 def test_each_curve_is_a_field_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(comm: pc.Communicator, curves: dict[Any, Any], tick: Any) -> dict[Any, Curve]:
+    def measured(comm: pc.Communicator, curves: dict[Any, Any], tick: Any) -> tuple[dict[Any, Curve], float]:
         for _ in curves:
             tick(1 + turns.TURNS)
-        return {key: Curve((1.0,), (1e-3 * place,)) for place, key in enumerate(curves, 1)}
+        return {key: Curve((1.0,), (1e-3 * place,)) for place, key in enumerate(curves, 1)}, 1.5
 
     monkeypatch.setattr(computing, "measure_curves", measured)
     monkeypatch.setattr(computing, "instruction_s", lambda seconds, profile: (seconds, profile.call))
     ticks: list[int] = []
-    fields = computing.measure_computing(comm, ["float32", "bfloat16"], ticks.append)
+    fields, noise = computing.measure_computing(comm, ["float32", "bfloat16"], ticks.append)
+    assert noise == 1.5
     assert sum(ticks) == computing.count_turns(["float32", "bfloat16"])
     tables = {
         "products": computing.SMALLEST,

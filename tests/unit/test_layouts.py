@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycollective.planning.by_formulas import command
+from pycollective.planning import command
 from pycollective.planning.by_formulas.layouts import Estimator, Layout, Row, layouts
 from pycollective.planning.by_formulas.network import Held, MatMul, Network, Part, transformer
 from pycollective.planning.by_formulas.stage_cuts import cut_evenly
@@ -320,6 +320,23 @@ def test_optimizers_with_more_numbers() -> None:
     assert (passes + 15 * nbytes, 0, 0) == ns(Layout(1, 1, 1, 1), mixed)
 
 
+def test_sums_of_gradients_pass_during_the_backward_pass() -> None:
+    """Their share of the shorter one; not those of several microbatches, nor parameters that are gathered."""
+    profile = replace(ROUND, overlap={AXES: 0.5, "global arrays": 1.0})
+
+    def saved(layout: Layout) -> float:
+        without, with_it = (Estimator(NETWORK, of).estimate(layout) for of in (ROUND, profile))
+        assert without.computing_s == with_it.computing_s
+        return without.communication_s - with_it.communication_s
+
+    sums = Estimator(NETWORK, ROUND).estimate(Layout(2, 1, 1, 1)).communication_s
+    assert saved(Layout(2, 1, 1, 1)) == pytest.approx(0.5 * sums)
+    for zero in (1, 3):  # a sum or a reduce-scatter takes as long here
+        assert saved(Layout(2, 1, 1, 1, zero=zero)) == pytest.approx(0.5 * sums)
+    assert saved(Layout(2, 1, 1, 2, schedule="1f1b", microbatches=2)) == 0
+    assert saved(Layout(1, 1, 1, 1)) == 0
+
+
 def test_messages_between_stages_pass_the_network() -> None:
     slow = {Group(2, 1): _CURVE, Group(1, 2): line(1e-15, 1e8), Group(2, 2): line(1e-15, 1e8)}
     profile = replace(ROUND, collectives={AXES: dict.fromkeys(OPERATIONS, slow)})
@@ -528,10 +545,10 @@ def test_command_refuses(
     ("text", "sentence"),
     [
         (None, "expected a program, got no file program.py. Say where it is."),
-        ("x = 1", "expected a function `network` in program.py, got none"),
+        ("def network(", "expected a program in Python, program.py, got '(' was never closed"),
         ("def network(words): return 3", "expected a Network from the program's `network`, got int"),
         (
-            "import nowhere_to_be_found",
+            "import nowhere_to_be_found as network",
             "whose imports are there, program.py, got No module named 'nowhere_to_be_found'",
         ),
     ],
@@ -684,7 +701,7 @@ def test_what_has_run_is_kept(program: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 def test_the_command_starts_no_mpi(program: Path) -> None:
     words = ["--profile", str(program.parent / "cluster.json"), str(program), "--layers", "2"]
-    code = f"import sys; from pycollective.planning.by_formulas.command import main; status = main({words}); "
+    code = f"import sys; from pycollective.planning.command import main; status = main({words}); "
     code += "sys.exit(status or 'mpi4py.MPI' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

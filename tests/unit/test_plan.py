@@ -23,10 +23,26 @@ from jax.experimental import io_callback
 import pycollective as pc
 from pycollective.planning.by_compiling import search
 from pycollective.planning.by_compiling.candidates import Candidate, Leaf
-from pycollective.planning.by_compiling.compiled_candidate import READY, Compiled, Request, compile_candidate, from_json
+from pycollective.planning.by_compiling.compiled_candidate import (
+    READY,
+    Compiled,
+    Request,
+    as_json,
+    compile_candidate,
+    from_json,
+)
 from pycollective.planning.by_compiling.plans import Measured, Plan, Ranking
 from pycollective.planning.by_compiling.prediction import Prediction, predict
-from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work
+from pycollective.planning.by_compiling.program_work import (
+    IRREGULAR,
+    LOOPS,
+    Beside,
+    Communication,
+    Convolution,
+    Product,
+    Stream,
+    Work,
+)
 from pycollective.planning.by_compiling.trace import trace
 from pycollective.planning.example import profile as four
 from pycollective.planning.profile import Group, group_of
@@ -85,6 +101,39 @@ def test_predicted_communication(group: tuple[int, ...], expected: float) -> Non
     assert found.communication_s == pytest.approx(2 * expected)
     assert found.computing_s == 1e-5
     assert found.seconds == pytest.approx(1e-5 + 2 * expected)
+
+
+def test_how_much_of_a_prediction_may_be_far_off() -> None:
+    """Of loops the short instructions, of gathers all; it is said where that is a large part of a plan's time."""
+    short, long = Stream(2**15, 0), Stream(2**24, 0)
+    items = Counter({short: 100, long: 10})
+    work = Work(items, Counter(), doubtful={LOOPS: items, IRREGULAR: Counter({long: 5})})
+    found = predict(work, 5, four)
+    each = {item: item.nbytes / 1e10 for item in items}
+    assert dict(found.doubtful_s) == pytest.approx({LOOPS: 100 * each[short], IRREGULAR: 5 * each[long]})
+    traced = trace(lambda p: p, (X,), ())
+    one = Plan(Candidate(2, 1, "", ()), (), found, traced.signature)
+    [note] = search._notes(traced, [one])
+    share = 5 * each[long] / found.seconds
+    assert note.startswith(f"gathers, scatters and sorts take up to {share:.0%} of a plan's predicted time")
+    assert search._notes(traced, [replace(one, measured=Measured(1.0, None))]) == ()
+    assert from_json(as_json(Compiled(work, 3, ()))) == Compiled(work, 3, ())
+
+
+def test_what_passes_while_devices_compute() -> None:
+    """The measured share of the shorter one, and no more than all of the computation."""
+    product, sent = Product("float32", 1, 512, 512, 512), Communication("psum", 2**20, (0, 1))
+    product_s, sent_s = 2 * 512**3 / 1e11, 2**20 / 4e9
+    work = Work(Counter({product: 4}), Counter({sent: 3}), beside=(Beside(sent, 3, Counter({product: 1})),) * 2)
+    plain = predict(work, 5, four)
+    assert plain.beside_s == 0
+    assert plain.seconds == plain.computing_s + plain.communication_s
+    half = predict(work, 5, replace(four, overlap={"global arrays": 0.5, "named axes": 1.0}))
+    assert half.beside_s == pytest.approx(2 * 0.5 * min(product_s, 3 * sent_s))
+    assert half.seconds == pytest.approx(plain.seconds - half.beside_s)
+    few = replace(work, beside=work.beside * 9)
+    assert predict(few, 5, replace(four, overlap={"global arrays": 1.0})).beside_s == plain.computing_s
+    assert from_json(as_json(Compiled(work, 3, ()))) == Compiled(work, 3, ())
 
 
 def test_each_instruction_takes_a_while_by_itself() -> None:
@@ -156,6 +205,13 @@ class Both(NamedTuple):
         (lambda p: Both(p.a, p.b), (Both(X, f32(3)),), [0, 0], (0, 1)),  # a named tuple is one result
         (lambda p, rate: p * rate, (np.ones((4, 3), np.float32), 0.1), [0, None], (0,)),
         (lambda: jnp.ones(3), (), [], (None,)),
+        # Inside a tree: a whole argument, or an array under the argument's name
+        (lambda p, x: {"loss": x.sum(), "new": {"w": p["w"]}}, ({"w": X}, X), [0, None], (None, 0)),
+        (lambda p, x: {"loss": x.sum(), "p": p + x}, (X, X), [0, None], (None, 0)),
+        (lambda p, x: {"loss": x.sum(), "grads": p + x}, (X, X), [None, None], (None, None)),
+        (lambda s, x: ((s, x.sum()), {"n": 0}), (Both(X, X), X), [0, 0, None], (0, 1, None, None)),
+        (lambda p, o, x: {"o": Both(o.a, o.b), "p": p}, (X, Both(X, X), X), [0, 1, 1, None], (1, 2, 0)),
+        (lambda s: (s[0] + 1, s[1]), ((X, f32(3)),), [0, 0], (0, 1)),
     ],
 )
 def test_which_arguments_are_state(
@@ -336,6 +392,54 @@ def test_a_ranking(ranking: Ranking) -> None:
     assert str(ranking).splitlines() == [str(one) for one in ranking]
 
 
+@pytest.mark.usefixtures("no_processes")
+def test_one_device_and_what_is_worth_saying(ranking: Ranking) -> None:
+    """What one device takes says how little there is to gain: on it nothing is sent."""
+    one = ranking.one_device
+    assert one is not None
+    assert one.communication_s == 0
+    assert one.computing_s > 2 * ranking.best.prediction.computing_s
+    assert ranking.notes == ()
+    told = str(replace(ranking, notes=("a", "b"))).splitlines()
+    assert told == [*map(str, ranking), "note: a", "note: b"]
+    assert search._notes(trace(lambda x: x.sum(), (X,), ()), [])[0].startswith("the step returns none of its arguments")
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_search_that_has_no_time_knows_one_plan(ranking: Ranking) -> None:
+    found = plan(seconds=0)
+    assert [one.candidate.rule for one in found] == ["state whole"]
+    assert plan(seconds=100) == ranking
+
+
+def test_what_brings_little_is_not_compiled() -> None:
+    """The plans are sped up by what cutting an array brings: whole turns are left out where that is little."""
+    traced = trace(step, (PARAMS, BATCH), ())
+    start = Candidate(2, 1, "start", ((None, None), (None, None), ("data", None)))
+
+    def compiled(seconds: float, share: float, other: float = 9.0) -> int:
+        count = 0
+
+        def add(more: Any) -> list[Any]:
+            nonlocal count
+            count += len(more)
+            return []
+
+        starts = [(start, (), Prediction(took, 0, 1)) for took in (seconds, other * seconds)]
+        of_time = search._Refinement(lambda found: found[-1].seconds, traced, 1 << 30, set(), 99, add, float("inf"))
+        of_time.refine(starts, four, 2, share)
+        return count
+
+    every = 2 * 3  # three arrays that are cut along one dimension, or the other, or lie whole
+    assert compiled(1e-3, 0.5e-3) == every
+    assert compiled(1e-3, 0.5e-3, other=1.05) == 2 * every, "the second start is as good"
+    assert compiled(1e-3, 0.99e-3) == 0, "each device computes its share"
+    assert compiled(1.0, 0.1) == 0, "arrays are sent in no time"
+    sent = search._sending_s(512 * 64 * 4, four, 2)
+    assert compiled(101 * sent, 0) == 0
+    assert compiled(99 * sent, 0) == 2, "the largest alone"
+
+
 def test_the_numbers_of_data_parallelism(ranking: Ranking) -> None:
     """All devices sum the gradients; each one has all parameters twice and its part of the examples."""
     [found] = [one for one in ranking if one.candidate.rule == "state whole"]
@@ -430,6 +534,7 @@ def test_a_plan_as_a_dictionary(ranking: Ranking) -> None:
         "results": [[None, None], [None, None], []],
         "computing_s": found.prediction.computing_s,
         "communication_s": found.prediction.communication_s,
+        "beside_s": 0.0,
         "memory": found.prediction.memory,
         "measured_s": None,
         "measured_memory": None,
@@ -448,6 +553,8 @@ def test_a_plan_in_words() -> None:
     assert one.needed == 3460301
     unknown, known = (replace(one, measured=Measured(0.0041, memory)) for memory in (None, 5 << 20))
     assert (str(unknown), unknown.needed) == (f"{words}; measured 4.1 ms", 3460301)
+    both = replace(one, prediction=Prediction(0.00125, 0.002, 3 << 20, beside_s=0.0005))
+    assert "2.75 ms (1.25 computing, 2 sending, 0.5 of both at the same time)" in str(both)
     assert (str(known), known.needed) == (f"{words}; measured 4.1 ms, 5.0 MiB", 5 << 20)
 
 
@@ -539,7 +646,7 @@ def test_a_cache_that_is_broken(
     assert len(files) >= 6
     files[0].write_bytes(b"")
     files[1].write_bytes(files[1].read_bytes()[:-9])
-    files[2].write_text('[[["of another version", [], 1]], [], 0, 0, []]')
+    files[2].write_text('[[["of another version", [], 1]], [], 0, {}, [], 0, []]')
     files[3].write_bytes(b"\xff")
     assert plan(processes=1) == ranking
     assert len(started) == 1
@@ -558,7 +665,18 @@ def test_a_cache_runs_nothing_that_it_holds(
     assert plan(processes=1) == ranking
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1, 2]", "[[1], [], 0, 0, []]", "[[], [[[1], 2, 3]], 0, 0, []]", "null"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[1, 2]",
+        "[[1], [], 0, {}, [], 0, []]",
+        "[[], [[[1], 2, 3]], 0, {}, [], 0, []]",
+        "[[], [], 0, [], [], 0, []]",
+        "null",
+    ],
+)
 def test_no_text_of_a_worker(text: str) -> None:
     with pytest.raises(ValueError, match="no Compiled|Expecting value|unpack"):
         from_json(text)

@@ -12,7 +12,17 @@ import pytest
 from jax import lax
 
 from pycollective.jax_support.program_text import Program
-from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work, work_of
+from pycollective.planning.by_compiling.program_work import (
+    IRREGULAR,
+    LOOPS,
+    UNKNOWN_TURNS,
+    Communication,
+    Convolution,
+    Product,
+    Stream,
+    Work,
+    work_of,
+)
 from pycollective.planning.by_compiling.scratch import COPIES_OPERANDS, scratch_of
 
 Array = Any
@@ -282,6 +292,50 @@ def test_loops_in_loops() -> None:
 def test_a_loop_of_unknown_length_counts_once() -> None:
     found = work(lambda x, w: lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ w, x), f32(8, 16), f32(16, 16))
     assert counts(Product, found) == {Product("float32", 1, 8, 16, 16): 1}
+    assert found.doubtful[UNKNOWN_TURNS][Product("float32", 1, 8, 16, 16)] == 1
+
+
+def test_what_may_be_computed_during_a_collective() -> None:
+    """Neither what brings its operands nor what waits for its result, also where another program is called."""
+    mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    cut, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("i"), P()))
+
+    def step(x: Array, w: Array, y: Array) -> tuple[Array, Array]:
+        before = x @ w  # rows 8: 4 on each device
+        total = before.sum(0)
+        beside = lax.fori_loop(0, 3, lambda _, y: y @ w, y)
+        return jnp.outer(total, total) @ w, beside
+
+    program = jax.jit(step, in_shardings=(cut, whole, whole), out_shardings=whole)
+    text = program.lower(f32(8, 16), f32(16, 16), f32(32, 16)).compile().as_text()
+    assert text is not None
+    found = work_of(text, 2)
+    [beside] = found.beside
+    assert beside.communication == Communication("psum", 64, (0, 1))
+    assert found.communication == {beside.communication: 1}
+    products = {one: count for one, count in beside.computing.items() if isinstance(one, Product)}
+    assert products == {Product("float32", 1, 32, 16, 16): 3}
+    assert {product.m for product in counts(Product, found)} >= {4, 16, 32}
+
+
+def test_what_no_measured_program_is_like() -> None:
+    """Long loops with all inside, gathers and sorts; neither short loops nor what is beside them."""
+
+    def step(x: Array, ws: Array, places: Array) -> Array:
+        def of_turns(count: int) -> Array:
+            return lax.scan(lambda c, w: (lax.cond(c[0, 0] > 0, lambda: c @ w, lambda: c), None), x, ws[:count])[0]
+
+        return (of_turns(50) + of_turns(5))[places] @ ws[0]
+
+    found = work(step, f32(8, 16), W, jax.ShapeDtypeStruct((4,), "int32"))
+    square, last = (Product("float32", 1, rows, 16, 16) for rows in (8, 4))
+    assert counts(Product, found) == {square: 55, last: 1}
+    assert set(found.doubtful) == {LOOPS, IRREGULAR}
+    assert found.doubtful[LOOPS][square] == 50
+    assert last not in found.doubtful[LOOPS] + found.doubtful[IRREGULAR]
+    assert sum(found.doubtful[IRREGULAR].values()) == 1
+    assert IRREGULAR in work(jnp.sort, f32(100)).doubtful
+    assert not work(lambda x: jnp.tanh(x @ x), f32(16, 16)).doubtful
 
 
 def test_of_a_stack_a_loop_reads_one_slice_in_a_turn() -> None:

@@ -11,7 +11,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from pycollective.planning.by_compiling.candidates import Candidate, Spec
-from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work, work_of
+from pycollective.planning.by_compiling.program_work import (
+    Beside,
+    Communication,
+    Convolution,
+    Product,
+    Stream,
+    Work,
+    work_of,
+)
 
 READY = "ready"
 """What a worker answers when it has started."""
@@ -50,9 +58,19 @@ _ITEMS = {item.__name__: item for item in (Product, Convolution, Stream)}
 
 def as_json(found: Compiled) -> str:
     """What a worker has found, as :func:`from_json` reads it."""
-    computing = [[type(item).__name__, item, times] for item, times in found.work.computing.items()]
+    doubtful = {why: _as_rows(items) for why, items in found.work.doubtful.items()}
     communication = list(found.work.communication.items())
-    return json.dumps([computing, communication, found.work.scratch, found.memory, found.out_specs])
+    beside = [[one.communication, one.times, _as_rows(one.computing)] for one in found.work.beside]
+    work = [_as_rows(found.work.computing), communication, found.work.scratch, doubtful, beside]
+    return json.dumps([*work, found.memory, found.out_specs])
+
+
+def _as_rows(items: Counter[Any]) -> list[Any]:
+    return [[type(item).__name__, item, times] for item, times in items.items()]
+
+
+def _from_rows(rows: Any) -> Counter[Any]:
+    return Counter({_ITEMS[name](*_tuple(item)): times for name, item, times in rows})
 
 
 def from_json(text: str) -> Compiled:
@@ -62,14 +80,16 @@ def from_json(text: str) -> Compiled:
         ValueError: the text is something else.
     """
     try:
-        computing, communication, scratch, memory, out_specs = json.loads(text)
+        computing, communication, scratch, doubtful, beside, memory, out_specs = json.loads(text)
         work = Work(
-            Counter({_ITEMS[name](*_tuple(item)): times for name, item, times in computing}),
+            _from_rows(computing),
             Counter({Communication(*_tuple(item)): times for item, times in communication}),
             scratch,
+            {why: _from_rows(rows) for why, rows in doubtful.items()},
+            tuple(Beside(Communication(*_tuple(item)), times, _from_rows(rows)) for item, times, rows in beside),
         )
         return Compiled(work, memory, _tuple(out_specs))
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no {Compiled.__name__}: {error!r}") from error
 
 

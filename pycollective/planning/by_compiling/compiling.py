@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import math
 import os
 import pickle
 import queue
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,17 +66,25 @@ class Compilers:
             assert process.stdout is not None
             process.stdout.close()
 
-    def compile_all(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Compiled | str]]:
-        """Yields each request with what was found, or the error, as soon as it is there."""
-        done: queue.SimpleQueue[tuple[Request, Compiled | str | BaseException]] = queue.SimpleQueue()
-        waiting = iter(requests)
+    def compile_all(
+        self, requests: Sequence[Request], until: float = math.inf
+    ) -> Iterator[tuple[Request, Compiled | str]]:
+        """Yields each request with what was found, or the error, as soon as it is there.
+
+        Args:
+            requests: what is compiled.
+            until: the time of :func:`time.monotonic` after which no more are begun, but for the first one.
+        """
+        done: queue.SimpleQueue[tuple[Request, Compiled | str | BaseException] | None] = queue.SimpleQueue()
+        waiting = iter(enumerate(requests))
         lock = threading.Lock()
 
         def work() -> None:
             while True:
                 with lock:
-                    request = next(waiting, None)
-                if request is None:
+                    number, request = next(waiting, (0, None))
+                if request is None or (number and time.monotonic() > until):
+                    done.put(None)
                     return
                 try:
                     done.put((request, self._compile(request)))
@@ -85,8 +95,12 @@ class Compilers:
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self._processes, len(requests)))]
         for thread in threads:
             thread.start()
-        for _ in requests:
-            request, found = done.get()
+        working = len(threads)
+        while working:
+            if (answer := done.get()) is None:
+                working -= 1
+                continue
+            request, found = answer
             if isinstance(found, BaseException):
                 raise found
             yield request, found

@@ -52,7 +52,9 @@ class Plan:
 
     def __str__(self) -> str:
         p = self.prediction
-        times = f"{p.seconds * 1e3:.3g} ms ({p.computing_s * 1e3:.3g} computing, {p.communication_s * 1e3:.3g} sending)"
+        parts = f"{p.computing_s * 1e3:.3g} computing, {p.communication_s * 1e3:.3g} sending"
+        both = f", {p.beside_s * 1e3:.3g} of both at the same time" if p.beside_s else ""
+        times = f"{p.seconds * 1e3:.3g} ms ({parts}{both})"
         mesh = " x ".join(f"{name} {size}" for name, size in self.candidate.mesh.items())
         said = f"{mesh}, {self.candidate.rule}: {times}, {p.memory / 2**20:.1f} MiB"
         if self.measured is None:
@@ -105,6 +107,7 @@ class Plan:
             "results": [list(spec) for spec in self.out_specs],
             "computing_s": self.prediction.computing_s,
             "communication_s": self.prediction.communication_s,
+            "beside_s": self.prediction.beside_s,
             "memory": self.prediction.memory,
             "measured_s": self.measured and self.measured.seconds,
             "measured_memory": self.measured and self.measured.memory,
@@ -129,9 +132,16 @@ class Ranking:
     """The plans that fit into memory, the fastest first.
 
     Of those that were run, the ones that needed more than there is are last.
+
+    Attributes:
+        plans: the plans.
+        one_device: what a step takes on one device alone, by the profile; None if XLA cannot compile that.
+        notes: sentences on what the plans were made from, and on how far their predictions can be trusted.
     """
 
     plans: tuple[Plan, ...]
+    one_device: Prediction | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Plan:
@@ -145,4 +155,4 @@ class Ranking:
         return len(self.plans)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.plans))
+        return "\n".join([*map(str, self.plans), *(f"note: {note}" for note in self.notes)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pycollective.jax_support.program_text import (
@@ -90,6 +90,20 @@ class Communication(NamedTuple):
     largest: int = 0
 
 
+class Beside(NamedTuple):
+    """A collective, and what a device may compute during it.
+
+    Attributes:
+        communication: the collective.
+        times: how often it is made.
+        computing: what is computed in that many turns.
+    """
+
+    communication: Communication
+    times: int
+    computing: Counter[Product | Convolution | Stream]
+
+
 @dataclass(frozen=True)
 class Work:
     """What one device does in a program.
@@ -99,11 +113,30 @@ class Work:
         communication: how often it makes each collective.
         scratch: the bytes that a product or convolution takes while it runs, which XLA's account of memory lacks: the
             most of all.
+        doubtful: what of ``computing`` no measured program is like, by the reason.
+        beside: of the largest collectives what neither brings their operands nor waits for their results, so that it
+            may take place at the same time.
     """
 
     computing: Counter[Product | Convolution | Stream]
     communication: Counter[Communication]
     scratch: int = 0
+    doubtful: Mapping[str, Counter[Product | Convolution | Stream]] = field(default_factory=dict)
+    beside: tuple[Beside, ...] = ()
+
+
+IRREGULAR = "gathers, scatters and sorts"
+"""A reason of doubt: what these take depends on the indices."""
+
+LOOPS = "loops of short turns"
+"""A reason of doubt: arrays stay in the caches from turn to turn, and what a turn takes by itself counts."""
+
+UNKNOWN_TURNS = "loops whose number of turns XLA does not know"
+"""A reason of doubt: they count once."""
+
+_MOST_BESIDE = 32  # collectives of which it is kept what may take place during them
+_MANY_TURNS = 8  # of a loop whose turns are alike in what the caches hold
+_IRREGULAR = ("gather", "scatter", "sort")
 
 
 _FREE = (
@@ -160,39 +193,66 @@ def work_of(text: str, devices: int) -> Work:
         devices: the number of devices it was compiled for.
     """
     reader = _Reader(Program.read(text), devices)
-    reader.add(reader.program.entry, 1)
-    return Work(reader.computing, reader.communication, reader.scratch)
+    computing = reader.add(reader.program.entry, 1)
+    beside = sorted(reader.beside, key=lambda one: -one.times * one.communication.nbytes)[:_MOST_BESIDE]
+    return Work(computing, reader.communication, reader.scratch, reader.doubtful, tuple(beside))
 
 
 class _Reader:
     def __init__(self, program: Program, devices: int) -> None:
         self.program = program
         self.devices = devices
-        self.computing: Counter[Product | Convolution | Stream] = Counter()
         self.communication: Counter[Communication] = Counter()
         self.scratch = 0
+        self.beside: list[Beside] = []
+        self.doubtful: dict[str, Counter[Product | Convolution | Stream]] = {}
 
-    def add(self, name: str, times: int) -> None:
-        """Adds what a computation does, so many times."""
+    def add(self, name: str, times: int, doubt: str = "") -> Counter[Product | Convolution | Stream]:
+        """Adds what a computation does, so many times, and returns what it computes.
+
+        Args:
+            name: the name of the computation.
+            times: how often it runs.
+            doubt: why no measured program is like it; "" for one that is like some.
+        """
         computation = self.program.computations[name]
         shapes = {instruction.name: instruction.results for instruction in computation}
+        computed: dict[str, Counter[Product | Convolution | Stream]] = {}
+        collectives: dict[str, Communication] = {}
         for instruction in computation:
             if instruction.opcode in _FREE:
                 continue
+            own = computed[instruction.name] = Counter()
             if instruction.opcode == "while":
                 turns = _TURNS.search(instruction.attributes)
+                count = int(turns[1]) if turns else 1
+                inside = UNKNOWN_TURNS if turns is None else doubt or (LOOPS if count >= _MANY_TURNS else "")
                 for called in instruction.called:
-                    self.add(called, times * int(turns[1] if turns else 1))
+                    own += self.add(called, times * count, inside)
             elif instruction.opcode in ("call", "async-start"):
                 for called in instruction.called:
-                    self.add(called, times)
+                    own += self.add(called, times, doubt)
             elif instruction.opcode == "conditional":
-                self.add(max(instruction.called, key=self._bytes_of), times)
+                own += self.add(max(instruction.called, key=self._bytes_of), times, doubt)
             elif instruction.collective:
-                self.communication[self._collective(instruction.collective, instruction, shapes)] += times
+                found = collectives[instruction.name] = self._collective(instruction.collective, instruction, shapes)
+                self.communication[found] += times
             else:
+                why = IRREGULAR if self._is_irregular(instruction) else doubt
                 for each in self._computed(instruction, shapes):
-                    self.computing[each] += times
+                    own[each] += times
+                    if why:
+                        self.doubtful.setdefault(why, Counter())[each] += times
+            computed[instruction.name] = own
+        for of, found in collectives.items():
+            tied = _before(of, computation) | _after(of, computation)
+            free = (own for other, own in computed.items() if other not in tied)
+            self.beside.append(Beside(found, times, sum(free, Counter())))
+        return sum(computed.values(), Counter())
+
+    def _is_irregular(self, instruction: Instruction) -> bool:
+        inner = self.program.computations[instruction.called[0]] if instruction.opcode == "fusion" else (instruction,)
+        return any(one.opcode in _IRREGULAR for one in inner)
 
     def _bytes_of(self, name: str) -> float:
         return sum(instruction.nbytes for instruction in self.program.computations[name])
@@ -242,6 +302,24 @@ class _Reader:
             if instruction.opcode in ("copy", "transpose"):
                 transposed = bytes_read_across((instruction,), shapes)
         yield Stream(int(nbytes), functions, transposed)
+
+
+def _before(name: str, computation: Sequence[Instruction]) -> set[str]:
+    """An instruction and those from which its operands come."""
+    found = {name}
+    for instruction in reversed(computation):  # operands stand before what reads them
+        if instruction.name in found:
+            found |= set(instruction.operands)
+    return found
+
+
+def _after(name: str, computation: Sequence[Instruction]) -> set[str]:
+    """An instruction and those to which its result goes."""
+    found = {name}
+    for instruction in computation:
+        if found.intersection(instruction.operands):
+            found.add(instruction.name)
+    return found
 
 
 def _group(attributes: str, devices: int) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from pycollective.errors import fail
 from pycollective.planning.by_compiling.candidates import Candidate, Spec, candidates, variations
@@ -17,7 +19,7 @@ from pycollective.planning.by_compiling.plans import Measured, Plan, Ranking, de
 from pycollective.planning.by_compiling.prediction import Prediction, predict
 from pycollective.planning.by_compiling.trace import Step, trace
 from pycollective.planning.by_compiling.verify import measure
-from pycollective.planning.profile import Profile
+from pycollective.planning.profile import ARRAYS, Profile, group_of
 from pycollective.planning.progress import progress
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.meeting import complete, first_of, meet_or_fail
@@ -25,6 +27,10 @@ from pycollective.ranks.world import world_if_known
 
 _WHERE = "plan"
 _REFINED = 3  # the best candidates whose arrays are cut in other ways, one after the other
+_NEAR = 1.02  # of an equal share of the computation: there is hardly anything left to gain
+_SLOW = 1.1  # of the fastest plan: what takes longer is not refined
+_DOUBTFUL = 0.2  # of the predicted time: what is more makes the order of plans doubtful
+_LITTLE = 0.01  # of the fastest plan: arrays that are sent in less are left as they are
 
 
 def plan(
@@ -36,6 +42,7 @@ def plan(
     donate_argnums: int | Sequence[int] = (),
     compilations: int = 60,
     processes: int | None = None,
+    seconds: float | None = None,
     progress: bool = True,
     verify: int = 0,
 ) -> Ranking:
@@ -57,7 +64,8 @@ def plan(
         donate_argnums: the arguments whose memory the results may reuse, as in :func:`jax.jit`. Default: none.
         compilations: the largest number of candidates that are compiled. Default 60.
         processes: the number of candidates that are compiled at the same time. Default: the number of cores.
-        progress: whether to show a progress bar on a terminal. Default True.
+        seconds: the time after which no more candidates are compiled; the first ones always are. Default: no limit.
+        progress: whether to show a progress bar on a terminal, with the best plan so far. Default True.
         verify: the number of the best plans that are run for some steps on the devices of this job
             (:func:`pycollective.planning.measure`). These plans come first, in the order of their times. A plan that
             needed more memory than ``memory`` comes last. Default 0.
@@ -100,15 +108,38 @@ def plan(
     limit = profile.memory if memory is None else int(memory)
     traced = trace(step, args, donate_argnums)
     show = progress and sys.stderr.isatty()
-    found = _on_one_rank(
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    at_a_time = processes or os.cpu_count() or 1
+    found, alone = _on_one_rank(
         devices,
         profile,
-        lambda: _search(traced, profile, devices, limit, compilations, processes or os.cpu_count() or 1, show=show),
+        lambda: _search(traced, profile, devices, limit, compilations, at_a_time, until, show=show),
     )
     plans = [Plan(*each, traced.signature) for each in found]
     if verify:
         plans = _verified(plans, measure(plans[:verify], step, *args), limit)
-    return Ranking(tuple(plans))
+    return Ranking(tuple(plans), alone, (*_notes(traced, plans), *profile.notes))
+
+
+def _notes(traced: Step, plans: Sequence[Plan]) -> tuple[str, ...]:
+    """What the user may not expect of these plans, and where their predictions may be far off."""
+    notes = []
+    shares: dict[str, float] = {}
+    for prediction in (one.prediction for one in plans if one.measured is None):
+        for why, seconds in prediction.doubtful_s:
+            shares[why] = max(seconds / prediction.seconds, shares.get(why, 0.0))
+    for why, share in shares.items():
+        if share > _DOUBTFUL:
+            notes.append(
+                f"{why} take up to {share:.0%} of a plan's predicted time, and the profile does not know what they"
+                " take, so the order of the plans may be wrong; run the best ones with pc.plan(verify=)"
+            )
+    if traced.leaves and not traced.signature.states:
+        notes.append(
+            "the step returns none of its arguments again, with the same tree, shapes and dtypes, so all of them are"
+            " taken for data; a step of training returns its parameters"
+        )
+    return tuple(notes)
 
 
 def _verified(plans: Sequence[Plan], measured: Sequence[Measured], limit: int) -> list[Plan]:
@@ -125,8 +156,11 @@ def _verified(plans: Sequence[Plan], measured: Sequence[Measured], limit: int) -
 Found = tuple[Candidate, tuple[Spec, ...], Prediction]
 """A plan without the trees of the step, as ranks send it."""
 
+Findings = tuple[list[Found], Prediction | None]
+"""The plans, and what the step takes on one device."""
 
-def _on_one_rank(devices: int, profile: Profile, search: Callable[[], list[Found]]) -> list[Found]:
+
+def _on_one_rank(devices: int, profile: Profile, search: Callable[[], Findings]) -> Findings:
     """Returns what the search finds. In a job the first rank searches, and the others wait for it."""
     comm = world_if_known()
     if comm is None or comm.size == 1:
@@ -142,7 +176,7 @@ def _on_one_rank(devices: int, profile: Profile, search: Callable[[], list[Found
     found = complete(comm, _WHERE, _WHERE, _WHERE, lambda: meet_or_fail(comm, _WHERE, own, first_of))
     if isinstance(found, Exception):
         raise found
-    return list(found)
+    return cast(Findings, found)
 
 
 def _check_hosts(comm: Communicator, profile: Profile) -> None:
@@ -161,46 +195,56 @@ def _check_hosts(comm: Communicator, profile: Profile) -> None:
 
 
 def _search(
-    traced: Step, profile: Profile, devices: int, limit: int, compilations: int, processes: int, *, show: bool
-) -> list[Found]:
-    """Compiles candidates and returns those that fit, the fastest first."""
+    traced: Step,
+    profile: Profile,
+    devices: int,
+    limit: int,
+    compilations: int,
+    processes: int,
+    until: float,
+    *,
+    show: bool,
+) -> Findings:
+    """Compiles candidates and returns those that fit, the fastest first, and what one device takes by itself."""
     every = list(candidates(traced.leaves, devices))
     chosen = [one for one in every if one.argument_bytes(traced.leaves) <= limit][:compilations]
     if not chosen:
         least = min(one.argument_bytes(traced.leaves) for one in every)
         _refuse_memory(limit, f"{least:,} B for the arguments alone")
     found: list[Found] = []
+    by_itself: list[Prediction] = []  # what one device takes that does all
     errors: list[str] = []
     known: set[Any] = set()
+    order = _order(limit)
+    whole = Candidate(
+        devices, 1, "all of it on each device", tuple((None,) * len(leaf.shape) for leaf in traced.leaves)
+    )
     with (
         Compilers(traced.program, devices, processes) as compilers,
         progress("compiling", show=show) as (grow, advance),
     ):
 
-        def add(more: Sequence[Candidate]) -> list[Found]:
+        def add(more: Sequence[Candidate], *others: Candidate) -> list[Found]:
             start = len(found)
-            grow(len(more))
+            grow(len(more) + len(others))
             known.update(one.key for one in more)
-            requests = [Request(one, traced.signature.outs, traced.donated) for one in more]
-            for request, compiled in compilers.compile_all(requests):
-                advance(1)
+            requests = [Request(one, traced.signature.outs, traced.donated) for one in (*more[:1], *others, *more[1:])]
+            for request, compiled in compilers.compile_all(requests, until):
                 if isinstance(compiled, str):
                     errors.append(compiled)
                 else:
                     prediction = predict(compiled.work, compiled.memory, profile)
-                    found.append((request.candidate, compiled.out_specs, prediction))
+                    if request.candidate in others:
+                        by_itself.append(prediction)
+                    else:
+                        found.append((request.candidate, compiled.out_specs, prediction))
+                best = f", best so far {min(found, key=order)[-1].seconds * 1e3:.3g} ms" if found else ""
+                advance(1, f"compiling{best}")
             return found[start:]
 
-        order = _order(limit)
-        _refine(
-            sorted(add(chosen), key=order)[:_REFINED],
-            order,
-            traced,
-            limit,
-            known,
-            compilations - len(chosen),
-            add,
-        )
+        starts = sorted(add(chosen, whole), key=order)[:_REFINED]
+        search = _Refinement(order, traced, limit, known, compilations - len(chosen), add, until)
+        search.refine(starts, profile, devices, by_itself[0].computing_s / devices if by_itself else 0.0)
     if not found:
         fail(ValueError, _WHERE, None, "a step that XLA can spread", errors[0], "Look at the first error of XLA.")
     found.sort(key=order)
@@ -208,7 +252,7 @@ def _search(
     if not fitting:
         least = min(each[-1].at_most for each in found)
         _refuse_memory(limit, f"up to {least:,} B for the plan that needs least")
-    return fitting
+    return fitting, next(iter(by_itself), None)
 
 
 def _order(limit: int) -> Callable[[Found], tuple[bool, float, str]]:
@@ -216,28 +260,59 @@ def _order(limit: int) -> Callable[[Found], tuple[bool, float, str]]:
     return lambda found: (found[-1].at_most > limit, found[-1].seconds, repr(found[0]))
 
 
-def _refine(
-    starts: Sequence[Found],
-    order: Callable[[Found], Any],
-    traced: Step,
-    limit: int,
-    known: Set[Any],
-    compilations: int,
-    add: Callable[[Sequence[Candidate]], list[Found]],
-) -> None:
-    """Cuts the arrays of some plans in other ways, one after the other, the largest first. It keeps what pays."""
-    of_shape = {leaf.shape: number for number, leaf in enumerate(traced.leaves) if leaf.shape}
-    by_size = sorted(of_shape.values(), key=lambda number: -traced.leaves[number].nbytes)
-    for best in starts:
-        for number in by_size:
-            more = [
-                one
-                for one in variations(best[0], traced.leaves, number)
-                if one.key not in known and one.argument_bytes(traced.leaves) <= limit
-            ]
-            if 0 < len(more) <= compilations:
-                compilations -= len(more)
-                best = min([best, *add(more)], key=order)
+class _Refinement(NamedTuple):
+    """Cuts the arrays of some plans in other ways, one after the other, the largest first. It keeps what pays.
+
+    What can bring little is not compiled: all of it once the best plan takes hardly longer than an equal share of what
+    one device computes; plans that are much slower than the best; arrays that are sent in a small part of its time.
+    """
+
+    order: Callable[[Found], Any]
+    traced: Step
+    limit: int
+    known: Set[Any]
+    compilations: int
+    add: Callable[[Sequence[Candidate]], list[Found]]
+    until: float
+
+    def refine(self, starts: Sequence[Found], profile: Profile, devices: int, share: float) -> None:
+        """Refines the best plans; ``share``: the seconds of an equal share of the computation."""
+        leaves, left = self.traced.leaves, self.compilations
+        sizes: dict[tuple[int, ...], int] = {}
+        for leaf in leaves:
+            sizes[leaf.shape] = sizes.get(leaf.shape, 0) + leaf.nbytes
+        numbers = {leaf.shape: number for number, leaf in enumerate(leaves) if leaf.shape}
+        by_size = sorted(numbers.values(), key=lambda number: -leaves[number].nbytes)
+        top = starts[0] if starts else None
+        for best in starts:
+            for number in by_size:
+                assert top is not None
+                fits = top[-1].at_most <= self.limit
+                fastest = top[-1].seconds
+                if time.monotonic() > self.until or (fits and best[-1].seconds > _SLOW * fastest):
+                    break
+                if fits and fastest < _NEAR * share:
+                    return
+                if fits and _sending_s(sizes[leaves[number].shape], profile, devices) < _LITTLE * fastest:
+                    continue
+                more = [
+                    one
+                    for one in variations(best[0], leaves, number)
+                    if one.key not in self.known and one.argument_bytes(leaves) <= self.limit
+                ]
+                if 0 < len(more) <= left:
+                    left -= len(more)
+                    best = min([best, *self.add(more)], key=self.order)
+                    top = min(top, best, key=self.order)
+
+
+def _sending_s(nbytes: int, profile: Profile, devices: int) -> float:
+    """The seconds of what arrays of so many bytes are sent in a step if they are cut: there, back, and as gradients."""
+    if devices == 1:
+        return 0.0
+    group = group_of(range(devices), profile.per_host)
+    each = (profile.collective_s(name, nbytes, group, ARRAYS) for name in ("psum", "all_gather", "all_gather"))
+    return sum(each) + profile.stream_s(6 * nbytes)
 
 
 def _refuse_memory(limit: int, got: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class Signature:
         shapes: the shape and dtype of each argument leaf.
         outs: for each leaf of its results the place of the argument leaf that it replaces in the next step, or None.
         donate_argnums: the arguments whose memory the results may take.
+        states: the arguments that the step returns again.
     """
 
     in_tree: Any
@@ -33,6 +35,7 @@ class Signature:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     outs: tuple[int | None, ...]
     donate_argnums: tuple[int, ...]
+    states: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int |
         fail(ValueError, _WHERE, None, "a step without side effects", got, remedy)
     with_paths, in_tree = jax.tree_util.tree_flatten_with_path(shapes)
     out_tree = jax.tree.structure(out)
-    states = _states(shapes, out)
+    found = _states(shapes, out, positional_names(step, len(shapes)))
 
     def flat(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(step(*jax.tree.unflatten(in_tree, leaves)))
@@ -91,16 +94,20 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int |
     for arg in shapes:
         starts.append(starts[-1] + len(jax.tree.leaves(arg)))
     argument_of = [number for number, arg in enumerate(shapes) for _ in jax.tree.leaves(arg)]
-    order = {number: place for place, number in enumerate(sorted(states.values()))}
+    states = tuple(sorted({number for number, _ in found if number is not None}))
     leaves = tuple(
-        Leaf(jax.tree_util.keystr(path), leaf.shape, leaf.size * leaf.dtype.itemsize, order.get(argument_of[i]))
+        Leaf(
+            jax.tree_util.keystr(path),
+            leaf.shape,
+            leaf.size * leaf.dtype.itemsize,
+            states.index(argument_of[i]) if argument_of[i] in states else None,
+        )
         for i, (path, leaf) in enumerate(with_paths)
     )
     outs: list[int | None] = []
-    for number, element in enumerate(_elements(out)):
+    for number, element in found:
         count = len(jax.tree.leaves(element))
-        start = starts[states[number]] if number in states else None
-        outs += [None if start is None else start + i for i in range(count)]
+        outs += [None if number is None else starts[number] + i for i in range(count)]
     signature = Signature(
         in_tree,
         out_tree,
@@ -108,6 +115,7 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int |
         tuple(leaf for _, leaf in with_paths),
         tuple(outs),
         donated,
+        states,
     )
     places = tuple(i for i, number in enumerate(argument_of) if number in donated)
     return Step(bytes(program), leaves, places, signature)
@@ -126,20 +134,54 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
-def _elements(out: Any) -> list[Any]:
-    """The results: the elements of a tuple or list, or the one that there is."""
-    return list(out) if type(out) in (tuple, list) else [out]
+def positional_names(step: Callable[..., Any], count: int | None = None) -> list[str]:
+    """The names of the positional arguments of a function, or of so many; "" for one that has no name.
+
+    Example:
+        >>> positional_names(lambda params, *batch: 0, 3)
+        ['params', '', '']
+    """
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):  # a function that is not written in Python
+        parameters = []
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return names if count is None else [*names, *[""] * (count - len(names))][:count]
 
 
-def _states(args: tuple[Any, ...], out: Any) -> dict[int, int]:
-    """From the place of a result to that of the argument that it replaces: the first with the same tree and shapes."""
-    found: dict[int, int] = {}
-    for place, element in enumerate(_elements(out)):
-        for number, arg in enumerate(args):
-            if number not in found.values() and jax.tree.leaves(arg) and _alike(arg, element):
-                found[place] = number
-                break
-    return found
+def states_of(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The numbers of the arguments that a step returns again; the arguments are shapes."""
+    found = _states(args, jax.eval_shape(step, *args), positional_names(step, len(args)))
+    return tuple(sorted({number for number, _ in found if number is not None}))
+
+
+def _states(args: tuple[Any, ...], out: Any, names: Sequence[str]) -> list[tuple[int | None, Any]]:
+    """The parts of a result, each with the number of the argument that it replaces, or None.
+
+    The result itself, or an element of the tuple that it is, replaces the first argument with the same tree and shapes.
+    So do parts further inside, in dictionaries and other trees. There an array by itself replaces an argument only if
+    it stands under the argument's name: many arrays have the shape of another one.
+    """
+    free = {number for number, arg in enumerate(args) if jax.tree.leaves(arg)}
+
+    def parts(element: Any, key: Any, *, inside: bool) -> list[tuple[int | None, Any]]:
+        alone = jax.tree_util.treedef_is_leaf(jax.tree.structure(element))
+        for number in sorted(free):
+            if _alike(args[number], element) and not (inside and alone and key != names[number]):
+                free.remove(number)
+                return [(number, element)]
+        if alone or not jax.tree.leaves(element):
+            return [(None, element)]
+        children, _ = jax.tree_util.tree_flatten_with_path(element, is_leaf=lambda part: part is not element)
+        deeper = element is not out or type(out) not in (tuple, list)
+        return [one for path, child in children for one in parts(child, _key_of(path), inside=deeper)]
+
+    return parts(out, None, inside=False)
+
+
+def _key_of(path: Any) -> Any:
+    """The key of a part in the tree around it; None for a place in a sequence."""
+    return getattr(path[0], "key", getattr(path[0], "name", None))
 
 
 def _alike(a: Any, b: Any) -> bool:

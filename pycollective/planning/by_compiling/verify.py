@@ -6,6 +6,7 @@ import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -112,13 +113,21 @@ def _peak_of(run: _Run) -> float:
 
 
 def _placed(leaf: Any, sharding: Any) -> jax.Array:
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.device_put(leaf, sharding, may_alias=False)  # the step may be given its memory
-    return _program(leaf.shape, leaf.dtype, sharding)()
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return _program(leaf.shape, leaf.dtype, sharding)()
+    if isinstance(leaf, jax.Array) and _is_key(leaf.dtype):  # JAX places no keys on devices of other processes
+        keys = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(leaf))
+        return jax.jit(keys, out_shardings=sharding)(jax.device_put(jax.random.key_data(leaf), sharding))
+    return jax.device_put(leaf, sharding, may_alias=False)  # the step may be given its memory
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 @functools.cache
 def _program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
     """Makes an array. One that JAX takes from NumPy would lie in NumPy's memory, which is freed at some later time."""
     value = 0.01 if jnp.issubdtype(dtype, jnp.inexact) else 0
-    return jax.jit(lambda: jnp.full(shape, value, dtype), out_shardings=sharding)
+    make = partial(jnp.zeros, shape) if _is_key(dtype) else partial(jnp.full, shape, value)
+    return jax.jit(lambda: make(dtype=dtype), out_shardings=sharding)

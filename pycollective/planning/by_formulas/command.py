@@ -1,4 +1,4 @@
-"""``pycollective plan`` ranks the layouts of a program that is written with ``pycollective.parallel``.
+"""``pycollective plan`` for a program that is written with ``pycollective.parallel``: it ranks the program's layouts.
 
 The program says what it trains: it has a function ``network`` that takes the words of its command line and returns a
 :class:`~pycollective.planning.Network`. It has the options of ``examples/train_gpt.py`` for a layout, and for
@@ -29,7 +29,7 @@ from rich.table import Table
 
 from pycollective import files
 from pycollective.errors import message
-from pycollective.launch.arguments import not_negative, positive
+from pycollective.launch.arguments import not_negative
 from pycollective.planning.by_formulas.layouts import Estimator, Layout, Row, layouts
 from pycollective.planning.by_formulas.network import Network
 from pycollective.planning.by_formulas.step_record import WATCHED_STEPS, Steps
@@ -37,51 +37,14 @@ from pycollective.planning.profile import Profile
 
 _WHERE = "plan"
 
-_EXAMPLES = """examples:
-  pycollective plan --profile cluster.json examples/train_gpt.py --layers 6 --width 256
-  pycollective plan --profile cluster.json --devices 512 --top 20 train.py
-  pycollective plan --profile cluster.json --verify 5 --launch "srun -n 16" train.py
-"""
 
+def run(options: argparse.Namespace) -> int:
+    """Prints the ranking of a program's layouts. Returns the exit status.
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the ranking. Returns the exit status: 1 if there is no plan."""
-    parser = argparse.ArgumentParser(
-        prog="pycollective plan",
-        description="Ranks the ways to train the network of a program on a cluster, by formulas and measured speeds.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--profile", type=Path, required=True, help="file that `pycollective profile` has written, or dgx-a100")
-    add("--devices", type=positive, help="number of devices (default those of the profile)")
-    add("--memory", type=float, metavar="GIB", help="memory of a device in GiB (default that of the profile)")
-    add(
-        "--only",
-        type=_setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="layouts with this value alone, for a program that has no others: stage=1, remat=no; may be said again",
-    )
-    add("--dtype", default="float32", help="dtype of the products (default %(default)s)")
-    add("--top", type=positive, default=10, help="number of plans to show (default %(default)s)")
-    add("--verify", type=positive, metavar="K", help="run the K best for some steps, and rank them by what they took")
-    add("--steps", type=positive, default=20, help="steps of such a run (default %(default)s)")
-    add("--launch", help="command that starts the ranks of such a run (default pycollective run -n RANKS)")
-    add("--json", type=Path, metavar="FILE", help="file for all figures")
-    add("--plot", type=Path, metavar="FILE", help="file for a picture of the plans that are shown")
-    add("program", type=Path, help="a program with a function `network`")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments, without those of a layout")
-    options = parser.parse_args(arguments)
-    try:
-        return _run(options)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-
-
-def _run(options: argparse.Namespace) -> int:
+    Raises:
+        ValueError: there is no plan, or the program says nothing of its network.
+        OSError: a file cannot be read or written.
+    """
     picture = _picture() if options.plot else None  # what is missing is said before the work
     profile = Profile.load(options.profile)
     network = _network_of(options.program, options.arguments)
@@ -123,6 +86,8 @@ def _run(options: argparse.Namespace) -> int:
             status = 128 + signal.SIGINT
     console = Console()
     console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
+    for note in profile.notes:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} layouts on {devices} devices, {len(fitting)} fit into {limit / 2**30:.3g} GiB")
     console.print(_table(chosen))
     words = shlex.join([options.program.name, *options.arguments, *chosen[0].arguments()])
@@ -163,7 +128,7 @@ def _picture() -> Callable[[Sequence[Row], Path], None]:
     return cast(Callable[[Sequence[Row], Path], None], module.picture)
 
 
-class _Setting(NamedTuple):
+class Setting(NamedTuple):
     """A field of a layout with its value, and the text that says so, as in "stage=1"."""
 
     text: str
@@ -171,7 +136,8 @@ class _Setting(NamedTuple):
     value: Any
 
 
-def _setting(text: str) -> _Setting:
+def setting(text: str) -> Setting:
+    """Reads an argument of ``--only``."""
     name, _, value = text.partition("=")
     if name not in Layout._fields or not value:
         names = ", ".join(Layout._fields)
@@ -180,10 +146,10 @@ def _setting(text: str) -> _Setting:
     if isinstance(default, bool):
         if value not in ("yes", "no"):
             raise argparse.ArgumentTypeError(f"expected {name}=yes or {name}=no, got {text}")
-        return _Setting(text, name, value == "yes")
+        return Setting(text, name, value == "yes")
     if isinstance(default, str):
-        return _Setting(text, name, "" if value == "none" else value)
-    return _Setting(text, name, not_negative(value))
+        return Setting(text, name, "" if value == "none" else value)
+    return Setting(text, name, not_negative(value))
 
 
 def _network_of(program: Path, arguments: list[str]) -> Network:

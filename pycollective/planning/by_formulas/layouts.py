@@ -92,7 +92,7 @@ class Estimate(NamedTuple):
 
     Attributes:
         computing_s: seconds of the passes of the slowest stage, and of the optimizer.
-        communication_s: seconds of its collectives and messages.
+        communication_s: seconds of its collectives and messages, but for those that pass during a backward pass.
         bubble_s: seconds in which it waits for other stages.
         memory: bytes that the device of the fullest stage needs.
         cuts: the number of parts of each stage, or with chunks of each chunk in the order of the network.
@@ -283,12 +283,14 @@ class Estimator:
         both = own.forward + layout.remat * own.recomputation + own.backward
         sums = own.sending + layout.remat * own.recomputed_sending + self._messages(layout, b)
         parameters = stages.parameters[stages.slowest]
-        optimizer_s, gradients_s = self._update(parameters, layout)
+        optimizer_s, gradients_s, gathered_s = self._update(parameters, layout)
+        # Sums begin with the first gradients. Those of several microbatches are added up first.
+        beside_s = self._profile.beside_s(gradients_s, own.backward, AXES) if layout.microbatches == 1 else 0.0
         # The gradients of each microbatch but the first are added to those before: two arrays are read, one is written.
         adding_s = (layout.microbatches - 1) * self._stream_s(3 * parameters * self._network.itemsize)
         return Estimate(
             layout.microbatches * both + adding_s + optimizer_s,
-            layout.microbatches * sums + gradients_s,
+            layout.microbatches * sums + gradients_s - beside_s + gathered_s,
             _bubble(layout) * (both + sums),
             self._memory(stages, layout),
             stages.cuts,
@@ -388,8 +390,8 @@ class Estimator:
             return 0.0
         return self._profile.part_s(self._profile.collective_s(operation, nbytes, group, programs))
 
-    def _update(self, parameters: float, layout: Layout) -> tuple[float, float]:
-        """Seconds of the optimizer, and of the communication of gradients and parameters.
+    def _update(self, parameters: float, layout: Layout) -> tuple[float, float, float]:
+        """Seconds of the optimizer, of sums of gradients, and of gathering parameters.
 
         ZeRO (arXiv:1910.02054, section 7): stages 1 and 2 move each gradient and each parameter once, stage 3 gathers
         the parameters twice. A sum in stage 1 moves a gradient twice, as it does without ZeRO.
@@ -402,13 +404,14 @@ class Estimator:
         group = self._group(layout.model, n)
         is_narrow = bool(layout.wire_dtype) and size == 4
         if layout.zero == 0:
-            return optimizer, self._narrow_sum(nbytes, group) if is_narrow else self._collective("psum", nbytes, group)
+            sums = self._narrow_sum(nbytes, group) if is_narrow else self._collective("psum", nbytes, group)
+            return optimizer, sums, 0.0
         if is_narrow:
             slices = self._collective("all_to_all", nbytes / 2, group)
         else:
             slices = self._collective("psum" if layout.zero == 1 else "psum_scatter", nbytes, group)
         gathered = self._collective("all_gather", (2 if layout.zero == 3 else 1) * nbytes, group)
-        return optimizer, slices + gathered
+        return optimizer, slices, gathered
 
     def _narrow_sum(self, nbytes: float, group: Group) -> float:
         """Seconds of a sum of float32 that travels in bfloat16: half the bytes, if it was not measured."""
