@@ -21,7 +21,7 @@ from pycollective.parallel.schedules import (
     with_messages,
     zero_bubble,
 )
-from pycollective.parallel.sequence import ring_attention, ulysses
+from pycollective.parallel.sequence import blockwise_attention, ring_attention
 from pycollective.parallel.spatial import conv, halo_exchange, reduce_window
 from pycollective.parallel.stages import activation_shapes
 from pycollective.parallel.subnets import draw_subnets, join_subnets, take_subnet
@@ -35,6 +35,8 @@ from pycollective.parallel.tensor import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
+from pycollective.parallel.ulysses import ulysses
+from pycollective.parallel.zigzag import unzigzag, zigzag, zigzag_positions
 
 __all__ = [
     "Action",
@@ -51,6 +53,7 @@ __all__ = [
     "Statistics",
     "activation_shapes",
     "apply_if_finite",
+    "blockwise_attention",
     "clip_by_global_norm",
     "column_parallel",
     "conv",
@@ -90,9 +93,12 @@ __all__ = [
     "ulysses",
     "unshard",
     "unshard_state",
+    "unzigzag",
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
     "with_messages",
     "zero",
     "zero_bubble",
+    "zigzag",
+    "zigzag_positions",
 ]

@@ -14,7 +14,8 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.parallel.sequence import ring_attention, ulysses
+from pycollective.parallel.sequence import ring_attention
+from pycollective.parallel.ulysses import ulysses
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import compare, own
