@@ -1,6 +1,7 @@
 """Strategies of training, as functions over named axes. Each works where this package or JAX binds the axis."""
 
 from pycollective.collectives.replicated import copy_to, reduce_from
+from pycollective.parallel.dropless import dropless_experts
 from pycollective.parallel.experts import Routing, Statistics, experts, route
 from pycollective.parallel.finite import LossScaleState, apply_if_finite, scaled_loss
 from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
@@ -10,6 +11,7 @@ from pycollective.parallel.overlapped_averaging import DelayedState, GossipState
 from pycollective.parallel.parts import clip_by_global_norm, for_parts
 from pycollective.parallel.periodic_averaging import DiLoCoState, LocalState, diloco, local_sgd
 from pycollective.parallel.pipeline import measured, pipeline
+from pycollective.parallel.random_streams import RandomStreams, random_streams
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import (
     Action,
@@ -46,6 +48,7 @@ __all__ = [
     "Kind",
     "LocalState",
     "LossScaleState",
+    "RandomStreams",
     "Routing",
     "Schedule",
     "Simulation",
@@ -61,6 +64,7 @@ __all__ = [
     "delayed",
     "diloco",
     "draw_subnets",
+    "dropless_experts",
     "experts",
     "for_parts",
     "gather_from",
@@ -77,6 +81,7 @@ __all__ = [
     "measured",
     "one_f_one_b",
     "pipeline",
+    "random_streams",
     "reduce_from",
     "reduce_window",
     "ring_attention",

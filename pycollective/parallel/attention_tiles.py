@@ -206,8 +206,8 @@ def kept_of(layout: Layout, data: Data, place: Place) -> Array | None:
     queries = place.first_query(layout) + jnp.arange(layout.part_length, dtype=jnp.int32)[:, None]
     keys = place.first_key(layout) + jnp.arange(layout.tile_length, dtype=jnp.int32)[None, :]
     ones = (1,) * (data.head_keys[0].ndim - 2)
-    positions = (x.reshape(*ones, *x.shape) for x in (queries, keys))
-    return attention_dropout.kept(data.head_keys, *positions, layout.dropout_rate)
+    queries, keys = (x.reshape(*ones, *x.shape) for x in (queries, keys))
+    return attention_dropout.kept(data.head_keys, queries, keys, layout.dropout_rate)
 
 
 def to_tiles(layout: Layout, x: Array) -> Array:

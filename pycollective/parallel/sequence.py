@@ -268,14 +268,14 @@ class _Options(NamedTuple):
 
     where: str
     causal: bool
-    scale: float | None
+    scale: Any
     bias: Array | None
     mask: Array | None
     segment_ids: Any
     query_seq_lengths: Array | None
     key_value_seq_lengths: Array | None
     local_window_size: Any
-    dropout_rate: float
+    dropout_rate: Any
     dropout_key: Array | None
     keys_at_once: int
     queries_at_once: int | None
@@ -439,7 +439,8 @@ def _ring_pass(
             return x
         return lax.ppermute(x, layout.axis_name, [(r, (r + places) % layout.devices) for r in range(layout.devices)])
 
-    def attend_to_part(tile: Array, source: Any, number: Array, grads: Tree, dbias: Tree, of_part: Tree) -> Tree:
+    def attend_to_part(tile: Array, source: Any, number: Array, state: Tree, of_part: Tree) -> Tree:
+        grads, dbias = state
         own, fixed, part = of_part
         place = Place(device, part, source, number)
 
@@ -467,9 +468,7 @@ def _ring_pass(
             own, dbias = state
             tile, grads, number = each
 
-            def one_part(state: Tree, of_part: Tree) -> Tree:
-                return attend_to_part(tile, source, number, *state, of_part)
-
+            one_part = functools.partial(attend_to_part, tile, source, number)
             parts = jnp.arange(layout.chunks * layout.parts, dtype=jnp.int32)
             (grads, dbias), own = lax.scan(one_part, (grads, dbias), (own, fixed, parts))
             return (own, dbias), grads
@@ -592,9 +591,10 @@ def _layout(options: _Options, q: Array, k: Array, axis_name: AxisName | None, d
     at_once = queries if options.queries_at_once is None else options.queries_at_once
     if at_once < 1 or queries % at_once:
         _fail(where, f"queries_at_once that divides {queries}, the queries of a chunk", f"{at_once}", "Pass None.")
-    rate = options.dropout_rate
-    if not isinstance(rate, numbers.Real):
-        _fail(where, "dropout_rate: a Python number", repr(rate), "It is known when the program is traced.", TypeError)
+    if not isinstance(options.dropout_rate, numbers.Real):
+        remedy = "It is known when the program is traced."
+        _fail(where, "dropout_rate: a Python number", repr(options.dropout_rate), remedy, TypeError)
+    rate = float(options.dropout_rate)
     if not 0 <= rate < 1 or (rate > 0 and options.dropout_key is None):
         got = f"dropout_rate={rate} and dropout_key={options.dropout_key}"
         _fail(where, "a dropout_rate from 0 to less than 1, with a dropout_key unless it is 0", got, "Pass both.")
@@ -613,7 +613,7 @@ def _layout(options: _Options, q: Array, k: Array, axis_name: AxisName | None, d
         tiles=-(-keys // options.keys_at_once),
         key_heads=k.shape[-2],
         key_dim=k.shape[-1],
-        dropout_rate=float(rate),
+        dropout_rate=rate,
         blind=False,
     )
     by_data = (options.mask, options.segment_ids, options.query_seq_lengths, options.key_value_seq_lengths)

@@ -218,7 +218,7 @@ def test_options_mean_what_they_mean_in_jax() -> None:
     q, k, v = (jnp.asarray(values((3, 8, heads, 3), seed=n)) for n, heads in enumerate((4, 2, 2)))
     options = {
         "bias": jnp.asarray(values((4, 8, 8), seed=7)),
-        "mask": jnp.asarray(random_bools(3, 1, 8, 8)) & (np.arange(8) != 6)[:, None],
+        "mask": jnp.asarray(random_bools(3, 1, 8, 8) & (np.arange(8) != 6)[:, None]),
         "query_seq_lengths": jnp.array([8, 3, 5]),
         "key_value_seq_lengths": jnp.array([4, 7, 0]),
         "local_window_size": 3,
