@@ -1,6 +1,7 @@
 """Strategies of training, as functions over named axes. Each works where this package or JAX binds the axis."""
 
 from pycollective.collectives.replicated import copy_to, reduce_from
+from pycollective.parallel.dropless import dropless_experts
 from pycollective.parallel.experts import Routing, Statistics, experts, route
 from pycollective.parallel.finite import LossScaleState, apply_if_finite, scaled_loss
 from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
@@ -11,6 +12,7 @@ from pycollective.parallel.partition_rules import init_by_rules, match_partition
 from pycollective.parallel.parts import clip_by_global_norm, for_parts
 from pycollective.parallel.periodic_averaging import DiLoCoState, LocalState, diloco, local_sgd
 from pycollective.parallel.pipeline import measured, pipeline
+from pycollective.parallel.random_streams import RandomStreams, random_streams
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import (
     Action,
@@ -22,7 +24,7 @@ from pycollective.parallel.schedules import (
     with_messages,
     zero_bubble,
 )
-from pycollective.parallel.sequence import ring_attention, ulysses
+from pycollective.parallel.sequence import blockwise_attention, ring_attention
 from pycollective.parallel.spatial import conv, halo_exchange, reduce_window
 from pycollective.parallel.stages import activation_shapes
 from pycollective.parallel.subnets import draw_subnets, join_subnets, take_subnet
@@ -36,6 +38,8 @@ from pycollective.parallel.tensor import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
+from pycollective.parallel.ulysses import ulysses
+from pycollective.parallel.zigzag import unzigzag, zigzag, zigzag_positions
 
 __all__ = [
     "Action",
@@ -45,6 +49,7 @@ __all__ = [
     "Kind",
     "LocalState",
     "LossScaleState",
+    "RandomStreams",
     "Routing",
     "Schedule",
     "Simulation",
@@ -52,6 +57,7 @@ __all__ = [
     "Statistics",
     "activation_shapes",
     "apply_if_finite",
+    "blockwise_attention",
     "clip_by_global_norm",
     "column_parallel",
     "conv",
@@ -59,6 +65,7 @@ __all__ = [
     "delayed",
     "diloco",
     "draw_subnets",
+    "dropless_experts",
     "experts",
     "for_parts",
     "gather_from",
@@ -77,6 +84,7 @@ __all__ = [
     "measured",
     "one_f_one_b",
     "pipeline",
+    "random_streams",
     "reduce_from",
     "reduce_window",
     "ring_attention",
@@ -93,9 +101,12 @@ __all__ = [
     "ulysses",
     "unshard",
     "unshard_state",
+    "unzigzag",
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
     "with_messages",
     "zero",
     "zero_bubble",
+    "zigzag",
+    "zigzag_positions",
 ]

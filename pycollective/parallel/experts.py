@@ -187,17 +187,8 @@ def experts(
         >>> y.ravel().round(3), statistics.dropped
         (Array([2., 5., 2., 5.], dtype=float32), Array([0, 0], dtype=int32))
     """
-    devices = axis_size("experts", axis_name)
-    _check_choices("experts", logits, k)
+    check_tokens("experts", x, logits, axis_name, k)
     count = logits.shape[-1]
-    if x.ndim < 1 or x.shape[:-1] != logits.shape[:-1]:
-        got = f"shapes {x.shape} and {logits.shape}"
-        remedy = "Compute the logits of this device's tokens alone."
-        raise ValueError(message("parallel.experts", "x (..., width) and logits (..., experts)", got, remedy))
-    if count % devices:
-        remedy = "Each device has as many experts: pass logits of all of them."
-        expected = f"a multiple of {devices} experts: the size of the axis {axis_name!r}"
-        raise ValueError(message("parallel.experts", expected, f"logits of {count}", remedy))
     if not capacity_factor > 0:
         remedy = "Pass e.g. 1.25, or math.inf to drop nothing."
         raise ValueError(message("parallel.experts", "a positive capacity_factor", f"{capacity_factor}", remedy))
@@ -218,15 +209,36 @@ def experts(
         raise ValueError(message("parallel.experts", expected, f"shape {results.shape}", remedy))
     returned = lax.all_to_all(results, axis_name, 1, 0, tiled=True)
     chosen = _rows(returned.reshape(count * capacity, *results.shape[2:]), slots)
-    wide = np.promote_types(routing.gates.dtype, results.dtype)
-    gates = routing.gates.astype(wide).reshape(*slots.shape, *[1] * (results.ndim - 2))
-    y = jnp.sum(gates * chosen.astype(wide), axis=1).astype(results.dtype)
+    y = weighted_sum(routing.gates, chosen)
     return y.reshape(*x.shape[:-1], *results.shape[2:]), Statistics(routing.dropped, routing.balance_loss)
+
+
+def weighted_sum(gates: Array, chosen: Array) -> Array:
+    """Sums the results of a token's choices, of shape (tokens, k, ...), with gates of shape (tokens, k)."""
+    wide = np.promote_types(gates.dtype, chosen.dtype)
+    gates = gates.astype(wide).reshape(*gates.shape, *[1] * (chosen.ndim - 2))
+    return jnp.sum(gates * chosen.astype(wide), axis=1).astype(chosen.dtype)
 
 
 def _rows(x: Array, numbers: Array) -> Array:
     """Returns the rows of ``x`` with these numbers, and zeros for a number that is too large."""
     return x.at[numbers].get(mode="fill", fill_value=0)
+
+
+def check_tokens(where: str, x: Array, logits: Array, axis_name: AxisName, k: int) -> int:
+    """Checks tokens and logits, and returns the number of devices along the axis."""
+    devices = axis_size(where, axis_name)
+    _check_choices(where, logits, k)
+    count = logits.shape[-1]
+    if x.ndim < 1 or x.shape[:-1] != logits.shape[:-1]:
+        got = f"shapes {x.shape} and {logits.shape}"
+        remedy = "Compute the logits of this device's tokens alone."
+        raise ValueError(message(f"parallel.{where}", "x (..., width) and logits (..., experts)", got, remedy))
+    if count % devices:
+        remedy = "Each device has as many experts: pass logits of all of them."
+        expected = f"a multiple of {devices} experts: the size of the axis {axis_name!r}"
+        raise ValueError(message(f"parallel.{where}", expected, f"logits of {count}", remedy))
+    return devices
 
 
 def _check_choices(where: str, logits: Array, k: int) -> None:

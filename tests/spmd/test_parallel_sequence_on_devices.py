@@ -14,7 +14,9 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.parallel.sequence import ring_attention, ulysses
+from pycollective.parallel.sequence import ring_attention
+from pycollective.parallel.ulysses import ulysses
+from pycollective.parallel.zigzag import zigzag_positions
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import compare, own
@@ -28,9 +30,27 @@ ATTENTION: dict[str, Callable[..., Array]] = {
 }
 
 
+def with_options(q: Array, k: Array, v: Array) -> Array:
+    """A ring in which devices skip other blocks than their neighbours, and not all distances are needed."""
+    positions = zigzag_positions(len(q), "i")
+    return ring_attention(
+        *(q, k, v, "i"),
+        causal=True,
+        zigzag=True,
+        bias=jnp.cos(positions.astype(q.dtype))[:, None],
+        segment_ids=positions // 7,
+        key_value_seq_lengths=jnp.asarray(5, jnp.int32),
+        local_window_size=(3, 0),
+        dropout_rate=0.25,
+        dropout_key=jax.random.key(4),
+        keys_at_once=1,
+        queries_at_once=1,
+    )
+
+
 def blocks(devices: int) -> list[Array]:
-    """Returns q, k, v and weights of the result, with one block for each device: 3 positions, 16 heads, 8 of keys."""
-    shapes = [(devices, 3, heads, 2) for heads in (16, 8, 8, 16)]
+    """Returns q, k, v and weights of the result, with one block for each device: 4 positions, 16 heads, 8 of keys."""
+    shapes = [(devices, 4, heads, 2) for heads in (16, 8, 8, 16)]
     return [np.asarray(values(shape, seed=seed)) for seed, shape in enumerate(shapes)]
 
 
@@ -38,14 +58,16 @@ def gradients(name: str, q: Array, k: Array, v: Array, weights: Array) -> Any:
     """Returns the result, and the gradients of a loss to which all devices contribute. Inside a function of an axis."""
 
     def loss(*args: Array) -> tuple[Array, Array]:
-        y = ATTENTION[name](*args)
+        y = {**ATTENTION, "options": with_options}[name](*args)
         return jnp.sum(jnp.sin(y) * weights), y
 
     return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
 
 def test_in_pmap(world: pc.Communicator, few: int) -> None:
-    table: dict[str, Callable[..., Any]] = {name: functools.partial(gradients, name) for name in ATTENTION}
+    table: dict[str, Callable[..., Any]] = {
+        name: functools.partial(gradients, name) for name in (*ATTENTION, "options")
+    }
     compare(world, few, table, *blocks(world.size * few))
 
 

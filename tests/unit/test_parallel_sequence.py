@@ -14,7 +14,8 @@ from jax import lax
 
 from pycollective.jax_support.jaxprs import all_equations, inner_jaxprs
 from pycollective.parallel import buckets
-from pycollective.parallel.sequence import ring_attention, ulysses
+from pycollective.parallel.sequence import ring_attention
+from pycollective.parallel.ulysses import ulysses
 from tests.cases import values
 
 Array = Any
@@ -345,11 +346,15 @@ def test_bad_ulysses() -> None:
     def run(attention: Callable[..., Array], *arrays: Array) -> None:
         jax.make_jaxpr(ulysses(attention, "i"), axis_env=[("i", 2)])(*arrays)
 
-    for place, name in enumerate("qkv"):
-        arrays = [good, good, good]
-        arrays[place] = good[:, :1]
-        expected = rf"parallel.ulysses: expected {name} \(..., positions, heads, dim\) with a multiple of 2 heads"
-        with pytest.raises(ValueError, match=expected):
+    for arrays, expected in (
+        (
+            (good[:, :1], good, good),
+            r"q \(..., positions, heads, dim\) with a multiple of 2 heads, got .*Cut the sequence by",
+        ),
+        ((good, jnp.ones((4, 3, 3)), good), r"k \(.*\) with a number of key heads that divides the 2 heads, got"),
+        ((good, good, good[:, :0]), r"v \(..., positions, heads, dim\), got shape \(4, 0, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=f"parallel.ulysses: expected {expected}"):
             run(whole_attention, *arrays)
     with pytest.raises(ValueError, match=r"expected a result of attention of shape \(8, 1\) \+ \(any,\), got shape"):
         run(lambda q, k, v: q[:4], good, good, good)
