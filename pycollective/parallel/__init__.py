@@ -9,12 +9,13 @@ from pycollective.parallel.optimizer import shard_state, unshard_state, zero
 from pycollective.parallel.overlapped_averaging import DelayedState, GossipState, delayed, gossip
 from pycollective.parallel.parts import clip_by_global_norm, for_parts
 from pycollective.parallel.periodic_averaging import DiLoCoState, LocalState, diloco, local_sgd
-from pycollective.parallel.pipeline import measured, pipeline
+from pycollective.parallel.pipeline import forward_pipeline, measured, pipeline
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import (
     Action,
     Kind,
     Schedule,
+    forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -35,6 +36,7 @@ from pycollective.parallel.tensor import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
+from pycollective.parallel.tied_parameters import Tied, tied_parameters
 
 __all__ = [
     "Action",
@@ -49,6 +51,7 @@ __all__ = [
     "Simulation",
     "Span",
     "Statistics",
+    "Tied",
     "activation_shapes",
     "apply_if_finite",
     "clip_by_global_norm",
@@ -60,6 +63,8 @@ __all__ = [
     "draw_subnets",
     "experts",
     "for_parts",
+    "forward_only",
+    "forward_pipeline",
     "gather_from",
     "gathered",
     "gossip",
@@ -87,6 +92,7 @@ __all__ = [
     "sliced",
     "split_to",
     "take_subnet",
+    "tied_parameters",
     "ulysses",
     "unshard",
     "unshard_state",
