@@ -1,9 +1,11 @@
 """Strategies of training, as functions over named axes. Each works where this package or JAX binds the axis."""
 
 from pycollective.collectives.replicated import copy_to, reduce_from
+from pycollective.parallel.batches import Batches
 from pycollective.parallel.experts import Routing, Statistics, experts, route
 from pycollective.parallel.finite import LossScaleState, apply_if_finite, scaled_loss
 from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
+from pycollective.parallel.initialization import initialized_parts, initialized_slices
 from pycollective.parallel.join import join, mean_over_examples
 from pycollective.parallel.optimizer import shard_state, unshard_state, zero
 from pycollective.parallel.overlapped_averaging import DelayedState, GossipState, delayed, gossip
@@ -40,6 +42,7 @@ from pycollective.parallel.tied_parameters import Tied, tied_parameters
 
 __all__ = [
     "Action",
+    "Batches",
     "DelayedState",
     "DiLoCoState",
     "GossipState",
@@ -70,6 +73,8 @@ __all__ = [
     "gossip",
     "gpipe",
     "halo_exchange",
+    "initialized_parts",
+    "initialized_slices",
     "interleaved",
     "join",
     "join_from",
