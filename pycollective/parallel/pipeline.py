@@ -3,6 +3,7 @@
 Each rank compiles one program with the actions of its own stages, in the order of a schedule:
 
     value = 1/m sum_k loss_k      on all ranks
+    aux   = [aux_0 aux_1 ...]     on all ranks: other results of the last stage for each microbatch
     grads = d value / d params    of this rank's stages
 
 The messages have program order. The computations between them have not: XLA may run each computation as soon as its
@@ -28,7 +29,8 @@ from pycollective.errors import message
 from pycollective.parallel.axes import AxisName, axis_size, name_of, names_of, vary
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import Action, Kind, Schedule, receive_of, transfer_of
-from pycollective.parallel.stages import Chunk, Place, Stage, is_inexact, with_gradients
+from pycollective.parallel.stages import Chunk, Place, Stage, check_loss, describe, is_inexact, is_pair, with_gradients
+from pycollective.parallel.tied_parameters import Tied
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport.message_constants import PROC_NULL
 
@@ -46,7 +48,11 @@ def pipeline(
     *,
     varying: AxisName = (),
     record: Record | None = None,
-) -> Callable[[Tree, Tree], tuple[Array, Tree]]:
+    has_aux: bool = False,
+    allow_int: bool = False,
+    accumulator_dtype: Any = None,
+    tied: Tied | None = None,
+) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
     """Makes the function that returns the value and the gradients of a pipeline, as :func:`jax.value_and_grad` does.
 
     ``value = 1/m sum_k loss_k`` over m microbatches, and ``grads = d value / d params`` for this rank's stages. Call
@@ -67,6 +73,15 @@ def pipeline(
         record: a list to which each computation appends its action and the time in seconds since 1970, when it begins
             and again when it ends. See :func:`measured`. Only for programs on one device of each rank. Default None:
             no record, and no cost.
+        has_aux: whether the last stage returns a pair ``(loss, aux)``, with a tree of arrays ``aux`` of any dtypes:
+            metrics, predictions. ``between`` is then a list with an entry for each stage, also for the last one, as
+            ``activation_shapes(last=True)`` returns it. Default False.
+        allow_int: whether parameters may have leaves without gradients: integers, bools, keys of :mod:`jax.random`.
+            Default False.
+        accumulator_dtype: the dtype in which gradients are added up over microbatches and returned, where it is wider
+            than that of the parameter: ``jnp.float32`` for parameters in bfloat16 whose optimizer keeps master weights
+            in float32. Default None: the dtypes of the parameters.
+        tied: the parameters that several stages share, from :func:`tied_parameters`. Default None: none.
 
     Returns:
         A function of this rank's parameters (with v chunks: a sequence of v trees) and of a tree of arrays with a
@@ -75,13 +90,17 @@ def pipeline(
 
         - the mean of the losses of the microbatches, on all ranks: a scalar of JAX's default floating-point dtype. By
           JAX's types it varies along ``varying``;
-        - its gradients with respect to this rank's parameters, in their shapes and dtypes. They are summed in these
-          dtypes.
+          With ``has_aux`` a pair ``(value, aux)``: the leaves of ``aux`` have a leading axis of length m, the
+          microbatches, on all ranks;
+        - its gradients with respect to this rank's parameters, in their shapes and dtypes, or in
+          ``accumulator_dtype``. They are summed in these dtypes. With ``allow_int`` the gradients of leaves that have
+          none are zeros of ``float0``, as :func:`jax.grad` has them.
 
     Raises:
-        ValueError: the schedule is for another number of ranks, or deadlocks; the numbers of stages, parameters or
-            microbatches are not those of the schedule; the result of a stage is not that of ``between``; the loss is no
-            scalar. Each rank checks the results of its own stages alone: take ``between`` from
+        ValueError: the schedule is for another number of ranks, or deadlocks, or has no backward passes; the numbers of
+            stages, parameters or microbatches are not those of the schedule; the result of a stage is not that of
+            ``between``; the loss is no scalar; a parameter is an integer or a key, without ``allow_int``; parameters
+            are not those of ``tied``. Each rank checks the results of its own stages alone: take ``between`` from
             :func:`activation_shapes`, which raises on all ranks.
         NameError: an axis of ``varying`` is not bound.
 
@@ -91,7 +110,8 @@ def pipeline(
         ``lax.pmean(grads, "data")`` averages.
 
     Order:
-        Program order, which is that of the schedule on each rank.
+        Program order, which is that of the schedule on each rank. Then the broadcast of the value and of ``aux`` from
+        the last rank, and the exchange of the gradients of ``tied`` parameters.
 
     Source:
         That of the schedule, such as :func:`one_f_one_b`.
@@ -108,39 +128,155 @@ def pipeline(
         >>> float(value), float(grads)
         (1.0, 2.0)
     """
-    functions = (stage,) if callable(stage) else tuple(stage)
-    _check(comm.size == schedule.stages, f"a schedule for {comm.size} ranks", f"one for {schedule.stages}")
-    expected = f"{schedule.chunks} stages on each rank, as {schedule.name} has"
-    _check(len(functions) == schedule.chunks, expected, len(functions))
-    boundaries = comm.size * schedule.chunks - 1
-    shapes = list(between) if isinstance(between, list) else [between] * boundaries
-    _check(len(shapes) == boundaries, f"what passes after each of {boundaries} stages", f"a list of {len(shapes)}")
-    simulate(schedule)
+    _check("pipeline", schedule.gradients, "a schedule with backward passes", f"{schedule.name}, which has none")
+    if accumulator_dtype is not None:
+        is_float = jnp.issubdtype(accumulator_dtype, jnp.floating)
+        _check("pipeline", is_float, "a floating-point accumulator_dtype", jnp.dtype(accumulator_dtype))
+    chunks_of = _chunks("pipeline", stage, schedule, between, comm, varying, last=has_aux)
+    outputs = None
+    if has_aux:
+        is_loss_and_aux = is_pair(between[-1])
+        _check("pipeline", is_loss_and_aux, "a pair of the loss and aux from the last stage", describe(between[-1]))
+        loss, outputs = between[-1]
+        check_loss("pipeline", loss)
 
-    def value_and_grad(params: Tree, microbatches: Tree) -> tuple[Array, Tree]:
-        if names_of(varying):
-            axis_size("pipeline", varying)  # raises if it is not bound
-        microbatches = jax.tree.map(jnp.asarray, microbatches)
-        for path, x in jax.tree_util.tree_leaves_with_path(microbatches):
-            _check(
-                x.shape[:1] == (schedule.microbatches,),
-                f"{schedule.microbatches} microbatches along the first axis of each array",
-                f"the shape {x.shape} at {name_of(path)}",
-            )
-        of_chunks = [params] if callable(stage) else list(params)
-        _check(len(of_chunks) == len(functions), f"{len(functions)} trees of parameters", len(of_chunks))
+    def value_and_grad(params: Tree, microbatches: Tree) -> tuple[Any, Tree]:
         for path, x in jax.tree_util.tree_leaves_with_path(params):
-            dtype = jnp.asarray(x).dtype
-            _check(is_inexact(dtype), "parameters with gradients", f"{dtype} at {name_of(path)}")
-        chunks = [
-            Chunk(function, own, Place(number * comm.size + comm.rank, shapes, varying))
-            for number, (function, own) in enumerate(zip(functions, of_chunks, strict=True))
+            dtype = jnp.result_type(x)
+            expected = "parameters with gradients, or allow_int=True"
+            _check("pipeline", allow_int or is_inexact(dtype), expected, f"{dtype} at {name_of(path)}")
+        chunks = chunks_of(params, outputs, accumulator_dtype)
+        value, stacked = _Run(schedule, comm, chunks, _batch("pipeline", schedule, microbatches), record).run()
+        with_gradients = iter([x for chunk in chunks for x in chunk.grads or ()])
+        leaves, tree = jax.tree.flatten(params)
+        grads = [
+            next(with_gradients) if is_inexact(jnp.result_type(x)) else np.zeros(jnp.shape(x), jax.dtypes.float0)
+            for x in leaves
         ]
-        value = _Run(schedule, comm, chunks, microbatches, record).run()
-        grads = [x for chunk in chunks for x in chunk.grads or ()]
-        return value, jax.tree.unflatten(jax.tree.structure(params), grads)
+        if tied is not None:
+            grads = tied.add_up(params, grads, comm)
+        return (value, stacked) if has_aux else value, tree.unflatten(grads)
 
     return value_and_grad
+
+
+def forward_pipeline(
+    stage: Stage | Sequence[Stage],
+    schedule: Schedule,
+    shapes: list[Tree],
+    comm: Communicator,
+    *,
+    varying: AxisName = (),
+    record: Record | None = None,
+) -> Callable[[Tree, Tree], Tree]:
+    """Makes the function that computes a pipeline's results without gradients: an evaluation, or predictions.
+
+    ``y_k = stage_n(... stage_1(microbatch_k))`` for m microbatches. No activations are kept. Call the function as that
+    of :func:`pipeline`.
+
+    Args:
+        stage: as for :func:`pipeline`. The last stage may return any tree of arrays, such as ``(loss, aux)``.
+        schedule: a schedule without backward passes, as :func:`forward_only` makes it.
+        shapes: the result of each stage, a list of trees of :class:`jax.ShapeDtypeStruct`, as
+            ``activation_shapes(last=True)`` returns it.
+        comm: the communicator whose ranks have the stages.
+        varying: as for :func:`pipeline`; also for the results of the last stage.
+        record: as for :func:`pipeline`.
+
+    Returns:
+        A function of this rank's parameters, of any dtypes, and of the microbatches. It returns the results of the last
+        stage on all ranks: a tree whose leaves have a leading axis of length m. By JAX's types they vary along
+        ``varying``.
+
+    Raises:
+        ValueError: the schedule is for another number of ranks, or deadlocks, or has backward passes; the numbers of
+            stages, parameters or microbatches are not those of the schedule; the result of a stage is not that of
+            ``shapes``.
+        NameError: an axis of ``varying`` is not bound.
+
+    Differentiation:
+        Reverse mode fails on the ranks that take part in a message. Take :func:`pipeline` for gradients.
+
+    Order:
+        Program order, which is that of the schedule on each rank. Then the broadcast of the results from the last rank.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, pycollective as pc
+        >>> from pycollective.parallel import activation_shapes, forward_only
+        >>> comm = pc.world()
+        >>> def stage(w, x, microbatch):
+        ...     y = w * (microbatch if comm.rank == 0 else x)
+        ...     return {"sum": y.sum(), "top": y.argmax()} if comm.rank == comm.size - 1 else y
+        >>> shapes = activation_shapes(stage, jnp.float32(1), jnp.ones(8), comm, last=True)
+        >>> evaluate = forward_pipeline(stage, forward_only(comm.size, 2), shapes, comm)
+        >>> results = pc.jit(evaluate)(jnp.float32(1), jnp.ones((2, 8)))
+        >>> results["sum"].tolist(), results["top"].tolist()
+        ([8.0, 8.0], [0, 0])
+    """
+    where = "forward_pipeline"
+    _check(where, not schedule.gradients, "a schedule without backward passes, of forward_only", schedule.name)
+    chunks_of = _chunks(where, stage, schedule, shapes, comm, varying, last=True)
+
+    def evaluate(params: Tree, microbatches: Tree) -> Tree:
+        return _Run(
+            schedule, comm, chunks_of(params, shapes[-1], None), _batch(where, schedule, microbatches), record
+        ).run()[1]
+
+    return evaluate
+
+
+def _chunks(
+    where: str,
+    stage: Stage | Sequence[Stage],
+    schedule: Schedule,
+    between: Tree,
+    comm: Communicator,
+    varying: AxisName,
+    *,
+    last: bool,
+) -> Callable[[Tree, Tree, Any], list[Chunk]]:
+    """Checks the arguments of a pipeline, and returns a function that makes the chunks of this rank."""
+    functions = (stage,) if callable(stage) else tuple(stage)
+    _check(where, comm.size == schedule.stages, f"a schedule for {comm.size} ranks", f"one for {schedule.stages}")
+    expected = f"{schedule.chunks} stages on each rank, as {schedule.name} has"
+    _check(where, len(functions) == schedule.chunks, expected, len(functions))
+    stages = comm.size * schedule.chunks
+    if last:
+        got = f"a list of {len(between)}" if isinstance(between, list) else type(between).__name__
+        has_all = isinstance(between, list) and len(between) == stages
+        _check(where, has_all, f"a list of the results of all {stages} stages, of activation_shapes(last=True)", got)
+        between = between[:-1]
+    shapes = list(between) if isinstance(between, list) else [between] * (stages - 1)
+    expected = f"what passes after each of {stages - 1} stages"
+    _check(where, len(shapes) == stages - 1, expected, f"a list of {len(shapes)}")
+    simulate(schedule)
+
+    def chunks_of(params: Tree, outputs: Tree, accumulator_dtype: Any) -> list[Chunk]:
+        if names_of(varying):
+            axis_size(where, varying)  # raises if it is not bound
+        of_chunks = [params] if callable(stage) else list(params)
+        _check(where, len(of_chunks) == len(functions), f"{len(functions)} trees of parameters", len(of_chunks))
+        return [
+            Chunk(
+                function,
+                own,
+                Place(number * comm.size + comm.rank, shapes, varying, outputs, schedule.gradients),
+                accumulator_dtype,
+            )
+            for number, (function, own) in enumerate(zip(functions, of_chunks, strict=True))
+        ]
+
+    return chunks_of
+
+
+def _batch(where: str, schedule: Schedule, microbatches: Tree) -> Tree:
+    """Returns the microbatches as arrays, if they are as many as the schedule has."""
+    microbatches = jax.tree.map(jnp.asarray, microbatches)
+    for path, x in jax.tree_util.tree_leaves_with_path(microbatches):
+        expected = f"{schedule.microbatches} microbatches along the first axis of each array"
+        is_right = x.shape[:1] == (schedule.microbatches,)
+        _check(where, is_right, expected, f"the shape {x.shape} at {name_of(path)}")
+    return microbatches
 
 
 def measured(schedule: Schedule, record: Record, comm: Communicator) -> Simulation:
@@ -198,10 +334,10 @@ def measured(schedule: Schedule, record: Record, comm: Communicator) -> Simulati
     return Simulation.of(schedule, spans)
 
 
-def _check(is_right: bool, expected: str, got: Any) -> None:
+def _check(where: str, is_right: bool, expected: str, got: Any) -> None:
     if not is_right:
-        remedy = "See the arguments of pycollective.parallel.pipeline."
-        raise ValueError(message("parallel.pipeline", expected, got, remedy))
+        remedy = f"See the arguments of pycollective.parallel.{where}."
+        raise ValueError(message(f"parallel.{where}", expected, got, remedy))
 
 
 class _Run:
@@ -218,12 +354,16 @@ class _Run:
         self._microbatches, self._record = microbatches, record
         self._zero = mpi.sendrecv(jnp.zeros((), jnp.int32), comm, source=PROC_NULL, dest=PROC_NULL)
         self._value = jnp.zeros(())
+        self._outputs: list[Tree] = [None] * schedule.microbatches  # on the last rank, for each microbatch
         self._received: dict[Action, Tree] = {}  # the received arrays, by the action that receives them
         self._to_send: dict[Action, Tree] = {}  # the arrays to send, by the action that sends them
         self._residuals: dict[tuple[int, ...], list[Array]] = {}  # for the backward passes, by chunk and microbatch
 
-    def run(self) -> Array:
-        """Traces all actions and returns the value, the same on all ranks. Afterwards the chunks have the gradients."""
+    def run(self) -> tuple[Array, Tree]:
+        """Traces all actions and returns the value and the outputs, the same on all ranks.
+
+        Afterwards the chunks have the gradients.
+        """
         for action in self._schedule.actions[self._comm.rank]:
             if action.peer is None:
                 self._compute(action)
@@ -231,8 +371,14 @@ class _Run:
                 mpi.send(self._to_send.pop(action), self._comm, dest=action.peer)
             else:
                 self._received[action] = self._receive(action, action.peer)
-        value = vary(self._value, self._chunks[0].place.axes)
-        return mpi.broadcast(value, self._comm, root=self._comm.size - 1)
+        place = self._chunks[-1].place
+        if place.is_last:
+            outputs = jax.tree.map(lambda *xs: jnp.stack(xs), *self._outputs)
+        else:
+            count = self._schedule.microbatches
+            outputs = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), place.outputs)
+        results = jax.tree.map(lambda x: vary(x, place.axes), (self._value, outputs))
+        return mpi.broadcast(results, self._comm, root=self._comm.size - 1)
 
     def _receive(self, action: Action, source: int) -> Tree:
         place = self._chunks[action.chunk].place
@@ -251,19 +397,24 @@ class _Run:
             taken = chunk.cotangent_of_loss(1 / self._schedule.microbatches)
         kept, taken = self._tie(action, (self._residuals.pop(place, []), taken))
         made: Tree = None
+        outputs: Tree = None
         if action.kind is Kind.FORWARD:
-            made, self._residuals[place] = chunk.forward(taken, self._microbatch(action.microbatch))
-            if chunk.place.is_last:
+            (made, outputs), self._residuals[place] = chunk.forward(
+                self._zero, taken, self._microbatch(action.microbatch)
+            )
+            if chunk.place.is_last and chunk.place.gradients:
                 self._value += made.astype(self._value.dtype) / self._schedule.microbatches
                 made = None
         elif action.kind is Kind.BACKWARD:
-            made, grads = chunk.backward(kept, taken)
+            made, grads = chunk.backward(self._zero, kept, taken)
             chunk.add(grads)
         elif action.kind is Kind.BACKWARD_INPUTS:
-            made, self._residuals[place] = chunk.backward_inputs(kept, taken)
+            made, self._residuals[place] = chunk.backward_inputs(self._zero, kept, taken)
         else:
-            chunk.add(chunk.backward_weights(kept))
-        made, chunk.grads, self._value = self._tie(action, (made, chunk.grads, self._value))
+            chunk.add(chunk.backward_weights(self._zero, kept))
+        made, outputs, chunk.grads, self._value = self._tie(action, (made, outputs, chunk.grads, self._value))
+        if action.kind is Kind.FORWARD and chunk.place.is_last:
+            self._outputs[action.microbatch] = outputs
         if transfer is not None and transfer.peer == self._comm.rank:
             self._received[transfer.receive] = made
         elif transfer is not None:

@@ -41,7 +41,7 @@ class Simulation:
         total: the time from the start of the first action to the end of the last one.
         bubble: the share of the ranks' time in which they do not compute.
         peaks: for each rank the largest number of activations that it keeps at one time: one for each chunk and
-            microbatch, from its forward pass to the end of its backward passes.
+            microbatch, from its forward pass to the end of its backward passes. Without backward passes it keeps none.
     """
 
     schedule: Schedule
@@ -58,7 +58,8 @@ class Simulation:
         computing = sum(span.end - span.start for span in every if span.action.peer is None)
         of_all = schedule.stages * total
         bubble = (of_all - computing) / of_all if total else 0.0
-        return cls(schedule, tuple(map(tuple, spans)), total, bubble, tuple(map(_peak_activations, schedule.actions)))
+        peaks = tuple(_peak_activations(actions) if schedule.gradients else 0 for actions in schedule.actions)
+        return cls(schedule, tuple(map(tuple, spans)), total, bubble, peaks)
 
 
 def _peak_activations(actions: Sequence[Action]) -> int:
@@ -155,11 +156,15 @@ def _check_actions(schedule: Schedule) -> None:
         earlier: dict[Action, list[Action]] = {}  # for each action the actions that must come before it
         for place in product(range(chunks), range(schedule.microbatches)):
             forward = Action(Kind.FORWARD, *place)
-            backward = Action(Kind.BACKWARD_INPUTS if place in split else Kind.BACKWARD, *place)
-            earlier |= {forward: [], backward: [forward]}
-            if place in split:
-                earlier[Action(Kind.BACKWARD_WEIGHTS, *place)] = [backward]
-            for action in (forward, backward):
+            passes = [forward]
+            earlier[forward] = []
+            if schedule.gradients:
+                backward = Action(Kind.BACKWARD_INPUTS if place in split else Kind.BACKWARD, *place)
+                passes.append(backward)
+                earlier[backward] = [forward]
+                if place in split:
+                    earlier[Action(Kind.BACKWARD_WEIGHTS, *place)] = [backward]
+            for action in passes:
                 if (need := receive_of(action, rank, stages, chunks)) is not None:
                     earlier[action].append(need)
                     earlier |= {need: []} if need.peer != rank else {}

@@ -9,6 +9,7 @@ as a forward pass, half of it for the gradients of the weights, and if messages 
     gpipe, one_f_one_b    (p - 1) / (m + p - 1)      for all times of passes that are the same on all stages
     interleaved           (p - 1) / (v m + p - 1)    if p divides m
     zero_bubble           (p - 1) / (3 m + p - 1)    if m >= p
+    forward_only          (p - 1) / (v m + p - 1)    if p divides m
 
 Sources: GPipe, arXiv:1811.06965, section 2.3. 1F1B, PipeDream-Flush: arXiv:2006.09503, section 3.2. Interleaved:
 arXiv:2104.04473, section 2.2. Zero bubble, ZB-H1: arXiv:2401.10241, section 2.
@@ -67,6 +68,8 @@ class Schedule:
         microbatches: m, the number of microbatches.
         chunks: v, the number of stages of each rank.
         actions: for each rank its actions, in program order.
+        gradients: whether there are backward passes. Default True. Without them the schedule is for
+            :func:`forward_pipeline`.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Schedule:
     microbatches: int
     chunks: int
     actions: tuple[tuple[Action, ...], ...]
+    gradients: bool = True
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -164,16 +168,10 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """
     _check_numbers("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
 
-    def passes(kind: Kind, order: Sequence[int]) -> list[Action]:
-        # Microbatches come in groups of p. The last group may be smaller: of_rank removes the missing ones and keeps
-        # the order of the others.
-        firsts = range(0, microbatches, stages)
-        return [Action(kind, c, k) for first in firsts for c in order for k in range(first, first + stages)]
-
     def of_rank(rank: int) -> list[Action]:
         warmup = 2 * (stages - 1 - rank) + (chunks - 1) * stages
-        forward = passes(Kind.FORWARD, range(chunks))
-        backward = passes(Kind.BACKWARD, range(chunks)[::-1])
+        forward = _in_groups(Kind.FORWARD, stages, microbatches, range(chunks))
+        backward = _in_groups(Kind.BACKWARD, stages, microbatches, range(chunks)[::-1])
         return [a for a in _alternated(forward, backward, warmup) if a.microbatch < microbatches]
 
     return with_messages("interleaved", [of_rank(rank) for rank in range(stages)])
@@ -221,6 +219,43 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
         return actions + [Action(Kind.BACKWARD_WEIGHTS, 0, k) for k in late]
 
     return with_messages("zero_bubble", [of_rank(rank) for rank in range(stages)])
+
+
+def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Makes a schedule without backward passes, for an evaluation by :func:`forward_pipeline`.
+
+    If p divides m or there is one chunk, the bubble is ``(p - 1) / (v m + p - 1)``. A rank keeps no activations.
+
+    Args:
+        stages: the number of ranks, p, from 1.
+        microbatches: the number of microbatches, m, from 1.
+        chunks: the number of stages on each rank, v, from 1. Default 1.
+
+    Returns:
+        The schedule, with v stages on each rank.
+
+    Raises:
+        ValueError: a number is below 1.
+
+    Example:
+        >>> from pycollective.parallel import schedule_simulator
+        >>> simulation = schedule_simulator.simulate(forward_only(4, 8))
+        >>> simulation.peaks, simulation.bubble == 3 / (8 + 3)
+        ((0, 0, 0, 0), True)
+    """
+    _check_numbers("forward_only", stages=stages, microbatches=microbatches, chunks=chunks)
+    passes = [a for a in _in_groups(Kind.FORWARD, stages, microbatches, range(chunks)) if a.microbatch < microbatches]
+    return with_messages("forward_only", [passes] * stages)
+
+
+def _in_groups(kind: Kind, stages: int, microbatches: int, chunks: Sequence[int]) -> list[Action]:
+    """Returns the passes of all chunks, in groups of p microbatches.
+
+    If p does not divide m, the last group has microbatches from m on: the caller removes them, and so keeps the order
+    of the others.
+    """
+    firsts = range(0, microbatches, stages)
+    return [Action(kind, c, k) for first in firsts for c in chunks for k in range(first, first + stages)]
 
 
 def _check_numbers(where: str, **numbers: int) -> None:
@@ -313,7 +348,8 @@ def with_messages(
         else:
             ready[rank] = transfer
     microbatches = 1 + max(action.microbatch for action in every)
-    return Schedule(name, stages, microbatches, chunks, tuple(map(tuple, actions)))
+    gradients = any(action.kind is not Kind.FORWARD for action in every)
+    return Schedule(name, stages, microbatches, chunks, tuple(map(tuple, actions)), gradients)
 
 
 def costs_of(forward: float, backward_inputs: float, backward_weights: float) -> dict[Kind, float]:

@@ -16,9 +16,10 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.parallel.pipeline import Record, measured, pipeline
-from pycollective.parallel.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
+from pycollective.parallel.pipeline import Record, forward_pipeline, measured, pipeline
+from pycollective.parallel.schedules import Kind, Schedule, forward_only, gpipe, interleaved, one_f_one_b, zero_bubble
 from pycollective.parallel.stages import activation_shapes
+from pycollective.parallel.tied_parameters import tied_parameters
 from tests.cases import values
 from tests.collective.programs import once, oracle_devices
 
@@ -63,24 +64,31 @@ def one(microbatches: Tree) -> Tree:
     return jax.tree.map(lambda x: x[0], microbatches)
 
 
-def whole(stages: list[Callable[..., Any]], params: list[Tree], microbatches: Tree) -> tuple[Array, list[Tree]]:
-    """Returns the mean of the losses and its gradients, by :func:`jax.grad` of the network as one function."""
+def whole(stages: list[Callable[..., Any]], params: list[Tree], microbatches: Tree) -> tuple[Any, list[Tree]]:
+    """Returns the mean of the losses and its gradients, by :func:`jax.grad` of the network as one function.
 
-    def value(params: list[Tree]) -> Array:
-        losses: list[Array] = []
+    If the last stage returns auxiliary results beside the loss, they stand beside the mean, stacked.
+    """
+
+    def value(params: list[Tree]) -> tuple[Array, Tree]:
+        results: list[Any] = []
         for k in range(len(jax.tree.leaves(microbatches)[0])):
             x = None
             for stage, own in zip(stages, params, strict=True):
                 x = stage(own, x, jax.tree.map(lambda leaf: leaf[k], microbatches))
-            losses.append(x)
-        return jnp.mean(jnp.stack(losses))
+            results.append(x if isinstance(x, tuple) else (x, None))
+        losses, aux = jax.tree.map(lambda *xs: jnp.stack(xs), *results)
+        return jnp.mean(losses), aux
 
-    return jax.value_and_grad(value)(params)
+    (mean, aux), grads = jax.value_and_grad(value, has_aux=True)(params)
+    return mean if aux is None else (mean, aux), grads
 
 
 def close(got: Tree, want: Tree, rtol: float = 1e-5) -> None:
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        if a.dtype == jax.dtypes.float0:
+            continue
         np.testing.assert_allclose(a, b, rtol, rtol, err_msg=str(path))
 
 
@@ -109,6 +117,97 @@ def test_value_and_gradients_are_those_of_the_whole_network(name: str, world: pc
     close(got, (value, grads[own]))
 
 
+def with_more(number: int, stages: int) -> Callable[[Tree, Tree, Tree], Tree]:
+    """Returns a stage with a key and an integer among its parameters. The last one has the embedding, and metrics."""
+
+    def stage(params: Tree, x: Tree, microbatch: Tree) -> Tree:
+        noise = 1 + jax.random.uniform(params["key"]) * params["times"].astype(jnp.float32)
+        params = params | {"w": params["w"] * noise}
+        y = stage_of(number, stages)(params, x, microbatch)
+        if number < stages - 1:
+            return y
+        predicted = params["embedding"][microbatch["tokens"]].sum(axis=1)
+        loss = y * (1 + jnp.mean(predicted**2))
+        return loss, {"predicted": predicted, "positive": jnp.sum(predicted > 0), "y": {"y": y}}
+
+    return stage
+
+
+@pytest.mark.parametrize("name", ["interleaved of 3", "zero bubble of 5"])
+def test_metrics_shared_and_integer_parameters_and_an_evaluation(name: str, world: pc.Communicator) -> None:
+    schedule: Schedule = SCHEDULES[name](world.size)
+    count = world.size * schedule.chunks
+    stages = [with_more(i, count) for i in range(count)]
+    embedding = params_of(0)["embedding"]
+    params = [params_of(i) | {"key": jax.random.key(i), "times": np.int32(i % 3)} for i in range(count)]
+    params[-1]["embedding"] = embedding
+    microbatches = microbatches_of(schedule.microbatches)
+
+    def oracle() -> Any:
+        def value(params: list[Tree], shared: Array) -> tuple[Array, Tree]:
+            params = [own | ({"embedding": shared} if "embedding" in own else {}) for own in params]
+            results = []
+            for k in range(schedule.microbatches):
+                x = None
+                for stage, own in zip(stages, params, strict=True):
+                    x = stage(own, x, jax.tree.map(lambda leaf: leaf[k], microbatches))
+                results.append(x)
+            losses, aux = jax.tree.map(lambda *xs: jnp.stack(xs), *results)
+            return jnp.mean(losses), (losses, aux)
+
+        options: dict[str, Any] = {"compiler_options": {"xla_allow_excess_precision": False}}
+        differentiated = jax.value_and_grad(value, (0, 1), has_aux=True, allow_int=True)
+        return jax.jit(differentiated, **options)(params, embedding)
+
+    (value, (losses, aux)), (grads, of_embedding) = once(world.size, oracle)
+    for of_stage in grads:
+        of_stage |= {"embedding": of_embedding} if "embedding" in of_stage else {}
+    own: Any = slice(world.rank, None, world.size) if schedule.chunks > 1 else world.rank
+
+    def shared(params: Tree) -> list[tuple[str, Tree]]:
+        of_chunks = params if schedule.chunks > 1 else [params]
+        return [("embedding", chunk["embedding"]) for chunk in of_chunks if "embedding" in chunk]
+
+    shapes = activation_shapes(stages[own], params[own], one(microbatches), world, last=True)
+    tied = tied_parameters(shared, params[own], world) if count > 1 else None
+    options: dict[str, Any] = {"has_aux": True, "allow_int": True, "tied": tied}
+    train = pipeline(stages[own], schedule, shapes, world, **options)
+    forward = forward_only(world.size, schedule.microbatches, schedule.chunks)
+    evaluate = forward_pipeline(stages[own], forward, shapes, world)
+    got, evaluated = pc.jit(lambda *args: (train(*args), evaluate(*args)))(params[own], microbatches)
+    close(got, ((value, aux), grads[own]))
+    close(evaluated, (losses, aux))
+
+
+def test_what_cannot_be_tied_is_told_on_all_ranks(world: pc.Communicator) -> None:
+    last = world.size - 1
+    # With one rank both copies are there.
+    a, b = jnp.ones((3, 2)), jnp.ones((2, 3) if world.rank == last else (3, 2))
+    params = [{"a": a, "n": jnp.int32(0)}, b]
+
+    def tied(select: Callable[[Any], Any], params: Any = params) -> Any:
+        return tied_parameters(select, params, world)
+
+    with pytest.raises(
+        ValueError, match=r"tied_parameters: expected copies of 'w' like float32\[3,2\] at \[0\] of rank 0"
+    ):
+        tied(lambda p: [("w", p[0]["a"]), ("w", p[1])])
+    with pytest.raises(ValueError, match=rf"expected several copies of 'w', got one, on rank {last}"):
+        tied(lambda p: {"w": p[1]} if world.rank == last else {})
+    with pytest.raises(ValueError, match=rf"subtrees of the parameters of rank {last}, got KeyError: 'c'\. Select"):
+        tied(lambda p: {"w": p[0]["a" if world.rank < last else "c"]})
+    with pytest.raises(ValueError, match="rank 0, got a leaf that is selected twice"):
+        tied(lambda p: [("w", p[0]["a"]), ("v", p[0])])
+    found = tied(lambda p: [("w", p[0]), ("w", p[0] | {"a": p[2]})], [*params, a])
+    assert found.groups == ((tuple(range(world.size)), ((0,), (3,))),)  # no integers
+    stage = lambda w, x, microbatch: (w[0]["a"] * microbatch).sum()
+    run = pipeline(
+        stage, gpipe(world.size, 1), jax.ShapeDtypeStruct((), jnp.float32), world, allow_int=True, tied=found
+    )
+    with pytest.raises(ValueError, match=r"expected the parameters of tied_parameters, float32\[3,2\] at \[0\]\['a'\]"):
+        jax.make_jaxpr(run)(params, jnp.ones(1))
+
+
 def split_world(world: pc.Communicator, others: int) -> tuple[int, int, pc.Communicator, pc.Communicator]:
     """Returns the number of this rank's stage, and of stages; the ranks with this stage; the ranks of this pipeline."""
     stage, other = divmod(world.rank, others)
@@ -129,7 +228,7 @@ def wide_stage(number: int, stages: int, *, averages: bool) -> Callable[[Tree, T
             return {"x": x, "gain": gain}
         # The devices along "data" have other losses for the same examples.
         loss = jnp.mean(x**2) * gain * (1 + lax.axis_index("data")).astype(jnp.float32)
-        return lax.pmean(loss, "data") if averages else loss
+        return lax.pmean(loss, "data") if averages else loss, x
 
     return stage
 
@@ -152,19 +251,18 @@ def test_inside_shard_map(name: str, axis: str, check_vma: bool, world: pc.Commu
     ]
     x = values((3, 2 * ROWS, 6), seed=1)
 
-    def over_data(value_and_grads: tuple[Array, Tree]) -> tuple[Array, Tree]:
-        value, grads = value_and_grads
-        return lax.pmean(value, "data"), grads if check_vma else lax.psum(grads, "data")
+    def over_data(value_and_grads: tuple[tuple[Array, Array], Tree]) -> tuple[Tree, Tree]:
+        (value, aux), grads = value_and_grads
+        return (lax.pmean(value, "data"), aux), grads if check_vma else lax.psum(grads, "data")
 
     schedule = {"1f1b": one_f_one_b, "zero bubble": zero_bubble}[name](stages, 3)
     between = {
         "x": jax.ShapeDtypeStruct((2 * ROWS // shape[0], 6), jnp.float32),
         "gain": jax.ShapeDtypeStruct((), jnp.float32),
     }
-    run = pipeline(functions[stage], schedule, between, same_pipeline, varying="data")
+    shapes = [between] * (stages - 1) + [(between["gain"], between["x"])]
+    share = lambda p: {name: p[name] for name in ("gain", "up")} if stages > 1 else {}
     mesh = pc.make_mesh(shape, ("data", "model"), comm=same_stage)
-    specs: dict[str, Any] = {"in_specs": (CUT, P(None, "data")), "out_specs": (P(), CUT), "check_vma": check_vma}
-    step = pc.shard_map(lambda p, x: over_data(run(p, x)), mesh=mesh, **specs)
 
     def block(array: Array, spec: Any) -> Array:
         for dim, cut in enumerate(spec):
@@ -173,16 +271,29 @@ def test_inside_shard_map(name: str, axis: str, check_vma: bool, world: pc.Commu
                 array = np.split(array, count, axis=dim)[index]
         return array
 
-    got = step(jax.tree.map(block, params[stage], CUT), block(x, P(None, "data")))
+    own = jax.tree.map(block, params[stage], CUT)
+    tied = tied_parameters(share, own, same_pipeline)
+    run = pipeline(functions[stage], schedule, shapes, same_pipeline, varying="data", has_aux=True, tied=tied)
+    specs: dict[str, Any] = {
+        "in_specs": (CUT, P(None, "data")),
+        "out_specs": ((P(), P(None, "data")), CUT),
+        "check_vma": check_vma,
+    }
+    step = pc.shard_map(lambda p, x: over_data(run(p, x)), mesh=mesh, **specs)
+    got = step(own, block(x, P(None, "data")))
 
     def oracle() -> Any:
         mesh = jax.sharding.Mesh(np.asarray(oracle_devices(others)).reshape(shape), ("data", "model"))
-        all_specs = {"in_specs": ([CUT] * stages, P(None, "data")), "out_specs": (P(), [CUT] * stages)}
+        all_specs = {
+            "in_specs": ([CUT] * stages, P(None, "data")),
+            "out_specs": ((P(), P(None, "data")), [CUT] * stages),
+        }
         program = lambda p, x: over_data(whole(functions, p, x))
         return jax.jit(jax.shard_map(program, mesh=mesh, **all_specs, check_vma=check_vma))(params, x)
 
-    value, grads = once(world.size, oracle)
-    close(got, (value, jax.tree.map(block, grads[stage], CUT)))
+    (value, aux), grads = once(world.size, oracle)
+    summed = grads[stage] | (share({name: sum(of_stage[name] for of_stage in grads) for name in CUT}))
+    close(got, ((value, block(aux, P(None, "data"))), jax.tree.map(block, summed, CUT)))
 
 
 def test_inside_jit_with_an_axis(world: pc.Communicator) -> None:
@@ -311,7 +422,7 @@ def test_wrong_arguments(world: pc.Communicator) -> None:
     run = pipeline(stage, schedule, like, world)
     with pytest.raises(ValueError, match=r"2 microbatches along the first axis .* got the shape \(3, 3\) at the only"):
         pc.jit(run)(1.0, jnp.ones((3, 3)))
-    with pytest.raises(ValueError, match=r"parameters with gradients, got int32 at \['n'\]"):
+    with pytest.raises(ValueError, match=r"gradients, or allow_int=True, got int32 at \['n'\]"):
         pc.jit(run)({"n": jnp.int32(1)}, jnp.ones((2, 3)))
     with pytest.raises(NameError, match="parallel.pipeline: expected a call where the axis 'data' is bound"):
         pc.jit(pipeline(stage, schedule, like, world, varying="data"))(1.0, jnp.ones((2, 3)))

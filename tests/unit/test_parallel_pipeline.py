@@ -13,11 +13,23 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.jax_support.jaxprs import evaluate, rebind
-from pycollective.parallel.pipeline import pipeline
-from pycollective.parallel.schedules import Action, Kind, gpipe, interleaved, one_f_one_b, with_messages, zero_bubble
+from pycollective.jax_support import jax_internals
+from pycollective.jax_support.jaxprs import all_equations, evaluate, rebind
+from pycollective.parallel import late_buffers
+from pycollective.parallel.pipeline import forward_pipeline, pipeline
+from pycollective.parallel.schedules import (
+    Action,
+    Kind,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    with_messages,
+    zero_bubble,
+)
 from pycollective.parallel.split_backward import split
 from pycollective.parallel.stages import activation_shapes
+from pycollective.parallel.tied_parameters import tied_parameters
 from tests.cases import values
 
 Array = Any
@@ -100,6 +112,38 @@ def test_an_effect_is_kept() -> None:
     assert printed == [2.0]
 
 
+def test_late_buffers_change_no_result() -> None:
+    @jax.checkpoint
+    def inner(x: Array) -> tuple[Array, Any]:
+        return lax.scan(lambda x, w: (x * w, (jnp.sin(x), x > 0)), x, jnp.linspace(-1, 2, 6).reshape(6, 1))
+
+    @jax.jit
+    def function(x: Array, keys: Array) -> Any:
+        def body(state: Any, key: Array) -> Any:
+            i, x, _ = state
+            return (i + 1, x + jax.random.normal(key, x.shape), None), (jax.random.fold_in(key, 1), -x, i)
+
+        carry, stacked = lax.scan(body, (jnp.int32(3), x, None), keys, reverse=True, unroll=2)
+        filled = lax.fori_loop(0, 3, lambda i, t: t.at[i].add(x[0]), jnp.zeros(4))
+        negative = lax.fori_loop(0, 1, lambda i, t: t.at[i].add(x[0]), jnp.full(4, -0.0))
+        return carry, stacked, inner(x), filled, negative
+
+    args = values((2,), seed=1), jax.random.split(jax.random.key(1), 5)
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    late = jax.jit(lambda zero, *args: late_buffers.run(closed, zero, *args))
+    got = jax.tree.structure(shape).unflatten(late(jnp.int32(0), *args))
+    as_data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
+    for a, b in zip(*(jax.tree.leaves(jax.tree.map(as_data, tree)) for tree in (got, function(*args))), strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(np.signbit(a), np.signbit(b)) if a.dtype == np.float32 else None
+    # The buffers are carries: only keys, which cannot be made of a number, are stacked by the scan itself.
+    scans = [
+        eqn for eqn in all_equations(jax.make_jaxpr(late)(jnp.int32(0), *args).jaxpr) if "scan" in str(eqn.primitive)
+    ]
+    carries = [sum(jax_internals.counts_of_scan(eqn)[1:]) for eqn in scans]
+    assert sorted(len(eqn.outvars) - n for eqn, n in zip(scans, carries, strict=True)) == [0, 0, 0, 1]
+
+
 def network() -> tuple[list[Any], list[Tree]]:
     """Returns three stages, which scan, recompute, drop and cast, and their parameters."""
 
@@ -108,17 +152,31 @@ def network() -> tuple[list[Any], list[Tree]]:
         return {"x": scanned(params["w"], microbatch["x"]), "key": jax.random.key_data(microbatch["key"])}
 
     def second(params: Tree, x: Tree, microbatch: Tree) -> Tree:
-        h = jax.checkpoint(mlp)(params, x["x"])
-        for key in (microbatch["key"], jax.random.wrap_key_data(x["key"] + 1)):
+        h = jax.checkpoint(mlp)(params["w"], x["x"]) * params["times"].astype(jnp.float32)
+        for key in (params["key"], microbatch["key"], jax.random.wrap_key_data(x["key"] + 1)):
             h = jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, jnp.zeros_like(h))
         return h
 
-    def last(params: Tree, x: Tree, microbatch: Tree) -> Array:
+    def last(params: Tree, x: Tree, microbatch: Tree) -> tuple[Array, Tree]:
         wide = params.astype(jnp.bfloat16).astype(jnp.float32)  # a residual that no microbatch changes
-        return jnp.mean((x @ wide) ** 2) + jnp.mean(microbatch["x"]) * jnp.sum(wide)
+        logits = x @ wide
+        loss = jnp.mean(logits**2) + jnp.mean(microbatch["x"]) * jnp.sum(wide)
+        return loss, {"logits": logits, "right": jnp.sum(jnp.argmax(logits, axis=1) == 0), "none": None}
 
-    params = [{"w": [values((5, 5), seed=i) for i in range(2)]}, [values((5, 5), seed=3)], values((5, 2), seed=4)]
+    params = [
+        {"w": [values((5, 5), seed=i) for i in range(2)]},
+        {"key": jax.random.key(7), "times": np.int32(2), "w": [values((5, 5), seed=3), values((5, 5), seed=1)]},
+        values((5, 2), seed=4),
+    ]
     return [first, second, last], params
+
+
+def same_leaves(got: Tree, want: Tree, tolerance: float = 1e-5) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        if a.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("m", [1, 3])
@@ -126,23 +184,110 @@ def test_chunks_of_one_rank(m: int) -> None:
     stages, params = network()
     microbatches = {"x": values((m, 4, 5), seed=6), "key": jax.random.split(jax.random.key(0), m)}
 
-    def value(params: list[Tree]) -> Array:
-        losses = []
+    def value(params: list[Tree], shared: Array) -> tuple[Array, Tree]:
+        tree = jax.tree.structure(params)
+        params = tree.unflatten(jax.tree.leaves(params))
+        params[0]["w"][1] = params[1]["w"][1] = shared  # one array in two stages
+        results = []
         for k in range(m):
             x = None
             for stage, own in zip(stages, params, strict=True):
                 x = stage(own, x, jax.tree.map(lambda leaf: leaf[k], microbatches))
-            losses.append(x)
-        return jnp.mean(jnp.stack(losses))
+            results.append(x)
+        losses, aux = jax.tree.map(lambda *xs: jnp.stack(xs), *results)
+        return jnp.mean(losses), (losses, aux)
 
     comm = pc.world()
-    between = activation_shapes(stages, params, jax.tree.map(lambda x: x[0], microbatches), comm)
-    got = jax.jit(pipeline(stages, interleaved(1, m, 3), between, comm))(params, microbatches)
-    want = jax.jit(jax.value_and_grad(value))(params)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    shapes = activation_shapes(stages, params, jax.tree.map(lambda x: x[0], microbatches), comm, last=True)
+    tied = tied_parameters(lambda p: [("shared", p[0]["w"][1]), ("shared", p[1]["w"][1])], params, comm)
+    options: dict[str, Any] = {"has_aux": True, "allow_int": True, "tied": tied}
+    train = pipeline(stages, interleaved(1, m, 3), shapes, comm, **options)
+    evaluate = forward_pipeline(stages, forward_only(1, m, 3), shapes, comm)
+    (got, aux), grads = jax.jit(train)(params, microbatches)
+    differentiated = jax.value_and_grad(value, (0, 1), has_aux=True, allow_int=True)
+    (want, (losses, of_last)), (want_grads, of_shared) = jax.jit(differentiated)(params, params[0]["w"][1])
+    want_grads[0]["w"][1] = want_grads[1]["w"][1] = of_shared
+    same_leaves((got, aux, grads), (want, of_last, want_grads))
+    same_leaves(jax.jit(evaluate)(params, microbatches), (losses, of_last))
+
+
+def test_an_evaluation_keeps_no_residuals() -> None:
+    def stage(params: list[Array], x: None, microbatch: Array) -> Array:
+        return mlp(params, microbatch)
+
+    comm, x = pc.world(), jnp.ones((4, 2, 5))
+    shapes = activation_shapes(stage, [jnp.ones((5, 5))] * 3, x[0], comm, last=True)
+    run = forward_pipeline(stage, forward_only(1, 4), shapes, comm)
+    found = equations(jax.make_jaxpr(run)([jnp.ones((5, 5))] * 3, x).jaxpr)
+    assert (found["dot_general"], found["tanh"], found["erf"]) == (4 * 3, 4 * 3, 0)
+    for maker, wrong, text in (
+        (
+            forward_pipeline,
+            gpipe(1, 4),
+            "forward_pipeline: expected a schedule without backward passes, of forward_onl",
+        ),
+        (pipeline, forward_only(1, 4), "pipeline: expected a schedule with backward passes, got forward_only, which"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            maker(stage, wrong, shapes, comm)
+    with pytest.raises(ValueError, match=r"expected a list of the results of all 1 stages, .* got a list of 0"):
+        forward_pipeline(stage, forward_only(1, 4), [], comm)
+    with pytest.raises(ValueError, match=r"expected a pair of the loss and aux .* got float32\[2,5\] at"):
+        pipeline(stage, gpipe(1, 4), [(*shapes, shapes[0], shapes[0])], comm, has_aux=True)
+
+
+def test_the_sums_of_gradients_may_be_wider_than_the_parameters() -> None:
+    m = 24
+    w, x = jnp.asarray(values((6, 3)), jnp.bfloat16), jnp.asarray(values((m, 4, 6), seed=1), jnp.bfloat16)
+    stage = lambda w, x, microbatch: jnp.sum((microbatch @ w).astype(jnp.float32) ** 2)
+
+    def summed(dtype: Any) -> Array:
+        run = jax.jit(pipeline(stage, one_f_one_b(1, m), [], pc.world(), accumulator_dtype=dtype))
+        return run(w, x)[1]
+
+    of_each = jax.vmap(jax.grad(lambda w, x: stage(w, None, x) / m), (None, 0))(w, x)
+    want = np.asarray(of_each, np.float64).sum(axis=0)
+    got, narrow = summed(jnp.float32), summed(None)
+    assert (got.dtype, narrow.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    assert np.abs(np.asarray(narrow, np.float64) - want).max() > 1e-3 * np.abs(want).max()
+    with pytest.raises(ValueError, match="expected a floating-point accumulator_dtype, got int32"):
+        pipeline(stage, gpipe(1, m), [], pc.world(), accumulator_dtype=jnp.int32)
+
+
+@pytest.mark.parametrize("layers", ["loop", "scan"])
+def test_activations_are_kept_as_policies_say(layers: str) -> None:
+    width, rows, count = 16, 128, 4
+    params, x = jnp.ones((count, width, width)), jnp.ones((rows, width))
+
+    def stage_of(policy: str | None) -> Any:
+        layer = lambda w, x: jnp.sin(jnp.tanh(x @ w))
+        if policy:
+            layer = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
+
+        def stage(params: Array, x: None, microbatch: Array) -> Array:
+            h = microbatch
+            if layers == "scan":
+                h, _ = lax.scan(lambda h, w: (layer(w, h), None), h, params)
+            else:
+                for w in params:
+                    h = layer(w, h)
+            return jnp.sum(h * jnp.arange(width, dtype=jnp.float32)[None])
+
+        return stage
+
+    def kept(maker: Any, policy: str | None) -> float:
+        def temporary(m: int) -> Any:
+            run = jax.jit(pipeline(stage_of(policy), maker(1, m), [], pc.world()))
+            return run.lower(params, jnp.ones((m, *x.shape))).compile().memory_analysis().temp_size_in_bytes
+
+        return (temporary(4) - temporary(2)) / 2 / x.nbytes
+
+    for policy in (None, "dots_saveable", "nothing_saveable"):
+        pullback = jax.vjp(lambda p, x, policy=policy: stage_of(policy)(p, None, x), params, x)[1]
+        by_jax = sum(leaf.size for leaf in jax.tree.leaves(pullback) if leaf.shape[-1:] == (width,)) / x.size
+        assert abs(kept(gpipe, policy) - by_jax) < 0.6, (policy, by_jax)
+    assert kept(one_f_one_b, None) < 0.2
 
 
 @pytest.mark.parametrize("maker", [gpipe, one_f_one_b, zero_bubble])
