@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
@@ -39,6 +39,21 @@ def axis_size(where: str, axis_name: AxisName) -> int:
             f"Call it inside pc.jit(axis_name={axis_name!r}), pc.pmap, pc.shard_map or jax.vmap.",
         )
         raise NameError(error) from None
+
+
+def typed(names: Iterable[Hashable]) -> set[Hashable]:
+    """Returns the axes for which JAX has types.
+
+    The call adds no equation to the surrounding program, which the ranks compare.
+    """
+    found: set[Hashable] = set()
+
+    def ask() -> int:
+        found.update(name for name in in_order(names) if has_types(name))
+        return 0
+
+    jax.eval_shape(ask)
+    return found
 
 
 def shapes_of(tree: Any) -> Any:

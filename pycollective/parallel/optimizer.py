@@ -30,8 +30,10 @@ from pycollective.parallel.axes import (
     own_slice,
 )
 from pycollective.parallel.buckets import gather_whole
-from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
+from pycollective.parallel.elementwise import check_numbers
+from pycollective.parallel.partitioned import Sliced
 from pycollective.parallel.per_device import check_not_summed
+from pycollective.parallel.sliced_optimizer import SlicedOptimizer
 from pycollective.parallel.wire import checked_wire_dtype, mean_slices
 
 Array = Any
@@ -95,27 +97,26 @@ def zero(
         error = message("parallel.zero", "stage=1 or stage=2", f"stage={stage!r}", remedy)
         raise ValueError(error)
     wire = checked_wire_dtype("zero", wire_dtype)
-    inner = optax.with_extra_args_support(inner)
-    check = Check("zero", inner)
+    sliced = SlicedOptimizer("zero", inner, axis_name)
 
-    def cutting(params: Tree) -> Cutting:
+    def cuts(params: Tree) -> list[Sliced]:
         check_numbers("zero", params)
-        return cut_in_slices([jnp.shape(x) for x in jax.tree.leaves(params)], axis_name)
+        return [Sliced(jnp.shape(x)) for x in jax.tree.leaves(params)]
 
     def init(params: Tree) -> Any:
         devices = axis_size("zero", axis_name)
-        check.at_init(cutting(params), params)
-        return inner.init(jax.tree.map(lambda x: own_slice(x, axis_name, devices), params))
+        of_params = cuts(params)
+        return sliced.init(jax.tree.map(lambda x: own_slice(x, axis_name, devices), params), of_params)
 
     def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
         devices = axis_size("zero", axis_name)
         check_not_summed("zero", grads, axis_name)
-        check.at_update(cutting(grads), grads, params, extra_args)
+        of_params = cuts(grads)
         of_grads, tree = jax.tree.flatten(grads)
         means = mean_slices("zero", of_grads, axis_name, wire, by_psum=stage == 1)
         slices = tree.unflatten([x.astype(like.dtype) for x, like in zip(means, of_grads, strict=True)])
         own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
-        updates, state = inner.update(slices, state, own, **extra_args)
+        updates, state = sliced.update(slices, state, own, extra_args, of_params)
         leaves, tree = jax.tree.flatten(updates)
         shapes = [x.shape for x in of_grads]
         return tree.unflatten(gather_whole(leaves, shapes, axis_name)), state
