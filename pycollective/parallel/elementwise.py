@@ -26,12 +26,21 @@ import optax
 
 from pycollective.errors import message
 from pycollective.jax_support import jax_internals
-from pycollective.parallel.axes import AxisName, axis_size, in_order, name_of, names_of, slice_length, typed, vary
+from pycollective.parallel.axes import (
+    AxisName,
+    Shape,
+    axis_size,
+    in_order,
+    name_of,
+    names_of,
+    slice_length,
+    typed,
+    vary,
+)
 from pycollective.parallel.cut_values import Cut, Expressions, Interpreter, Layout, Mixed, Same, Value, meet_pads
 
 Array = Any
 Tree = Any
-Shape = tuple[int, ...]
 
 _MARK = 1_000_003
 """A length that no real dimension has. Parameter i is traced with a cut dimension of length ``_MARK + i``, so a leaf of

@@ -34,6 +34,7 @@ from pycollective.collectives.replicated import with_transpose
 from pycollective.errors import message
 from pycollective.parallel.axes import (
     AxisName,
+    Sliced,
     axis_size,
     has_types,
     name_of,
@@ -45,7 +46,6 @@ from pycollective.parallel.axes import (
 from pycollective.parallel.buckets import gather_whole, in_buckets
 from pycollective.parallel.elementwise import check_numbers
 from pycollective.parallel.marked import mark
-from pycollective.parallel.partitioned import Sliced
 from pycollective.parallel.sliced_optimizer import SlicedOptimizer
 
 Array = Any
@@ -123,7 +123,7 @@ def unshard(slices: Tree, shapes: Tree, axis_name: AxisName) -> Tree:
     shapes = shapes_of(shapes)
     leaves = _checked("unshard", slices, shapes, axis_name)
     of_shapes, tree = jax.tree.flatten(shapes)
-    return tree.unflatten(gather_whole(leaves, [x.shape for x in of_shapes], axis_name))
+    return tree.unflatten(gather_whole(leaves, [Sliced(x.shape) for x in of_shapes], axis_name))
 
 
 def gathered(

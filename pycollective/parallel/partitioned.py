@@ -4,7 +4,7 @@ An optimizer is traced for whole parameters, and its program is interpreted for 
 program. Each value of the program is
 
     same     on each device, whole
-    slice    each device has its slice, see :class:`Sliced`
+    slice    each device has its slice, see :class:`~pycollective.parallel.axes.Sliced`
     whole    one device, the *owner*, has the whole value
 
 An equation that computes each element by itself is applied to slices. A sum, maximum or minimum over a slice, or a dot
@@ -36,59 +36,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from pycollective.jax_support import jax_internals, jaxprs
 from pycollective.named_axes import discharge
-from pycollective.parallel.axes import AxisName, gather, names_of, slice_length, typed, vary
-from pycollective.parallel.buckets import in_buckets
+from pycollective.parallel.axes import AxisName, Shape, Sliced, names_of, typed, vary
+from pycollective.parallel.buckets import gather_whole
 from pycollective.parallel.cut_values import CALLS, COLLECTIVES, ELEMENTWISE, IDENTITIES, REDUCTIONS, RESHAPES
 
 Array = Any
-Shape = tuple[int, ...]
-
-
-class Sliced(NamedTuple):
-    """How an array is cut: its first dimensions are kept, the others are flattened and cut into equal slices.
-
-    Attributes:
-        shape: the shape of the whole array.
-        kept: the number of first dimensions that are not cut. Layers that are stacked for :func:`jax.lax.scan` keep
-            one.
-    """
-
-    shape: Shape
-    kept: int = 0
-
-    @property
-    def size(self) -> int:
-        """The number of elements that are divided among the devices, for each index of the kept dimensions."""
-        return math.prod(self.shape[self.kept :])
-
-    def slice_shape(self, devices: int) -> Shape:
-        """Returns the shape of a slice."""
-        return (*self.shape[: self.kept], slice_length(self.size, devices))
-
-    def rows(self, x: Array, devices: int) -> Array:
-        """Returns the slices of all devices, of shape (devices, *slice shape). Zeros fill the last slices."""
-        *front, length = self.slice_shape(devices)
-        flat = jnp.reshape(x, (*front, self.size))
-        padded = jnp.pad(flat, [(0, 0)] * self.kept + [(0, devices * length - self.size)])
-        return jnp.moveaxis(padded.reshape(*front, devices, length), self.kept, 0)
-
-    def own(self, x: Array, axis_name: AxisName, devices: int) -> Array:
-        """Returns this device's slice of ``x``."""
-        return lax.dynamic_index_in_dim(self.rows(x, devices), lax.axis_index(axis_name), keepdims=False)
-
-    def whole(self, rows: Array) -> Array:
-        """Returns the whole array, the inverse of :meth:`rows`."""
-        *front, _ = rows.shape[1:]
-        flat = jnp.moveaxis(rows, 0, self.kept).reshape(*front, -1) if rows.size else jnp.zeros((*front, 0), rows.dtype)
-        return flat[..., : self.size].reshape(self.shape)
-
-    def without_padding(self, x: Array, neutral: Any, axis_name: AxisName, devices: int) -> Array:
-        """Returns this device's slice ``x``, with ``neutral`` in the padding of the last slices."""
-        length = x.shape[-1]
-        if length * devices == self.size:
-            return x
-        inside = lax.axis_index(axis_name) * length + jnp.arange(length) < self.size
-        return jnp.where(inside, x, jnp.asarray(neutral, x.dtype))
 
 
 class RefusedError(Exception):
@@ -184,8 +136,8 @@ class Program:
         """Returns a constant of the program, or a value of the surrounding trace."""
         value = _Value(jax.typeof(x), "same", foreign=isinstance(x, jax.core.Tracer))
         if isinstance(x, jax.core.Tracer):
-            if jax_internals.varying_axes(x) & self._names:
-                value.refused = "computes with a value that each device has of its own, by JAX's types"
+            varies = jax_internals.varying_axes(x) & self._names
+            value.refused = "computes with a value that each device has of its own, by JAX's types" if varies else ""
         self._constants[value] = x
         return value
 
@@ -213,7 +165,8 @@ class Program:
 
         def run(arrays: Arrays) -> None:
             x = arrays[value]
-            arrays[made] = jnp.broadcast_to(x, shape) if value.uniform else cut.own(x, self._axis_name, self._devices)
+            own = jnp.broadcast_to(x, shape) if value.uniform else cut.own(x, self._axis_name, self._devices)
+            arrays[made] = self._varying(own)
 
         self._add(value.round, run)
         return made
@@ -480,11 +433,8 @@ class Program:
     def _gather(self, gathers: Sequence[tuple[_Value, _Value]], arrays: Arrays) -> None:
         parts = [self._varying(arrays[part]) for part, _ in gathers]
         cuts = [part.cut for part, _ in gathers]
-        flat = [jnp.ravel(x) for x in parts]
-        rows = in_buckets(lambda x: gather(x, self._axis_name), flat)
-        for (_, made), part, cut, row in zip(gathers, parts, cuts, rows, strict=True):
-            assert cut is not None
-            arrays[made] = cut.whole(row.reshape(self._devices, *part.shape))
+        wholes = gather_whole(parts, cuts, self._axis_name)  # type: ignore[arg-type]
+        arrays.update((made, x) for (_, made), x in zip(gathers, wholes, strict=True))
 
     def _exchange_components(self, components: Sequence[_Component], arrays: Arrays) -> None:
         """Sends slices to the owners of components, which compute them, and the slices of the results back."""
@@ -548,9 +498,9 @@ class Program:
         if name == "while":
             of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
             test, body = all_of(params["cond_jaxpr"]), all_of(params["body_jaxpr"])
-            consts, start = operands[of_test : of_test + of_body], list(operands[of_test + of_body :])
+            fixed, start = operands[of_test : of_test + of_body], list(operands[of_test + of_body :])
             return lax.while_loop(
-                lambda carry: test(*operands[:of_test], *carry)[0], lambda carry: body(*consts, *carry), start
+                lambda carry: test(*operands[:of_test], *carry)[0], lambda carry: body(*fixed, *carry), start
             )
         if name == "cond":
             return lax.switch(operands[0], [all_of(branch) for branch in params["branches"]], *operands[1:])

@@ -7,18 +7,42 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, axis_size, name_of, names_of
+from pycollective.parallel.axes import AxisName, Sliced, axis_size, name_of, names_of
 from pycollective.parallel.elementwise import Check, Cutting, Leaves, cut_in_slices, dtype_of, is_number, varying_of
-from pycollective.parallel.partitioned import Program, RefusedError, Sliced, names_axis
+from pycollective.parallel.partitioned import Program, RefusedError, names_axis
 
 Array = Any
 Tree = Any
 
 _REMEDY = "Average over devices before what differs between them, and pass it as a number."
+
+
+def cuts_of_state(inner: optax.GradientTransformation, state: Any, cuts: Sequence[Sliced]) -> list[Sliced | None]:
+    """Returns for each leaf of a state how it is cut. None: all devices have it.
+
+    The leaves that belong to parameters, as :func:`optax.tree.map_params` finds them, are cut. If ``inner.init`` needs
+    more of the parameters than :func:`optax.tree.map_params` gives it, these are the leaves with the shape of a
+    parameter.
+
+    Args:
+        inner: the optimizer.
+        state: the shapes of the state that the optimizer would have for whole parameters.
+        cuts: how the parameters are cut.
+    """
+    kept = {cut.shape: cut.kept for cut in cuts}
+    leaves = jax.tree.leaves(state)
+    try:
+        belongs = jax.tree.leaves(
+            optax.tree.map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        belongs = [x.shape in kept for x in leaves]
+    return [Sliced(x.shape, kept.get(x.shape, 0)) if yes else None for x, yes in zip(leaves, belongs, strict=True)]
 
 
 class SlicedOptimizer:
@@ -53,7 +77,11 @@ class SlicedOptimizer:
         with self._refusals():
             results = program.read(closed, arguments)
             return self._computed(
-                program, dict(zip(arguments, leaves, strict=True)), results, self.cuts_of_state(state, cuts), state
+                program,
+                dict(zip(arguments, leaves, strict=True)),
+                results,
+                cuts_of_state(self._inner, state, cuts),
+                state,
             )
 
     def update(
@@ -66,7 +94,7 @@ class SlicedOptimizer:
         whole_grads, whole_params = self._whole(of_grads, cuts), self._whole(of_params, cuts[: len(of_params)])
         started = jax.eval_shape(lambda *xs: self._inner.init(tree.unflatten(xs)), *self._whole(like, cuts).shapes)
         of_state, state_tree = jax.tree.flatten(state)
-        state_cuts = self.cuts_of_state(started, cuts)
+        state_cuts = cuts_of_state(self._inner, started, cuts)
         self._check_state(state, started, state_cuts)
         whole_state = self._whole(of_state, state_cuts)
         arrays, extra_tree = jax.tree.flatten(dict(extra_args))
@@ -111,22 +139,6 @@ class SlicedOptimizer:
         with self._refusals():
             results = program.read(closed, arguments)
             return self._computed(program, given, results, [*cuts, *state_cuts], made)
-
-    def cuts_of_state(self, state: Any, cuts: Sequence[Sliced]) -> list[Sliced | None]:
-        """Returns for each leaf of a state how it is cut. None: all devices have it.
-
-        The leaves that belong to parameters, as :func:`optax.tree.map_params` finds them, are cut.
-
-        Args:
-            state: the shapes of the state that the optimizer would have for whole parameters.
-            cuts: how the parameters are cut.
-        """
-        kept = {cut.shape: cut.kept for cut in cuts}
-        belongs = jax.tree.leaves(
-            optax.tree.map_params(self._inner, lambda _: True, state, transform_non_params=lambda _: False)
-        )
-        shapes = [x.shape for x in jax.tree.leaves(state)]
-        return [Sliced(shape, kept.get(shape, 0)) if yes else None for shape, yes in zip(shapes, belongs, strict=True)]
 
     def _program(self) -> Program:
         return Program(self._axis_name, axis_size(self._where, self._axis_name))
@@ -178,7 +190,7 @@ class SlicedOptimizer:
             for x, cut in zip(results, cuts, strict=True)
         ]
         arrays = [
-            x if cut is None else cut.without_padding(x, 0, self._axis_name, devices)
+            jnp.asarray(x) if cut is None else cut.without_padding(x, 0, self._axis_name, devices)
             for x, cut in zip(program.run(given, wanted), cuts, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
