@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -126,6 +127,24 @@ def is_reshape(eqn: JaxprEqn) -> bool:
     return isinstance(source, Var) and source.aval.size == result.aval.size
 
 
+@contextmanager
+def at_line_of(eqn: JaxprEqn, mesh: Any) -> Iterator[None]:
+    """Gives new equations the user's line and scopes of ``eqn``, but not the mesh under which it was traced.
+
+    Args:
+        eqn: the equation.
+        mesh: the mesh of the new equations.
+    """
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(NO_MESH),  # JAX refuses one mesh inside another, so leave it first
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
+
+
 def evaluate(closed: ClosedJaxpr, equation: Equation, *args: Any) -> list[Any]:
     """Evaluates ``closed`` for ``args`` under the caller's trace and mesh; ``equation`` evaluates each equation."""
     jaxpr = closed.jaxpr
@@ -139,14 +158,7 @@ def evaluate(closed: ClosedJaxpr, equation: Equation, *args: Any) -> list[Any]:
         return values[atom]
 
     for eqn in jaxpr.eqns:
-        # The new equations keep the user's line and scopes, but not the mesh under which the old one was traced.
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with (
-            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-            eqn.ctx.manager,
-            jax.sharding.use_abstract_mesh(NO_MESH),  # JAX refuses one mesh inside another, so leave it first
-            jax.sharding.use_abstract_mesh(mesh),
-        ):
+        with at_line_of(eqn, mesh):
             results = equation(eqn, list(map(read, eqn.invars)))
         values.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from pycollective.named_axes.names import varies as varies
 from pycollective.named_axes.names import vary as vary
 
 Array = Any
+Shape = tuple[int, ...]
 AxisName = Hashable
 """The name of an axis, or a tuple of names. A tuple stands for one axis over all of them; the last counts fastest."""
 
@@ -41,6 +42,21 @@ def axis_size(where: str, axis_name: AxisName) -> int:
         raise NameError(error) from None
 
 
+def typed(names: Iterable[Hashable]) -> set[Hashable]:
+    """Returns the axes for which JAX has types.
+
+    The call adds no equation to the surrounding program, which the ranks compare.
+    """
+    found: set[Hashable] = set()
+
+    def ask() -> int:
+        found.update(name for name in in_order(names) if has_types(name))
+        return 0
+
+    jax.eval_shape(ask)
+    return found
+
+
 def shapes_of(tree: Any) -> Any:
     """Returns the shapes and dtypes of a tree of arrays or of :class:`jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
@@ -51,21 +67,66 @@ def slice_length(size: int, devices: int) -> int:
     return -(-size // devices)
 
 
+class Sliced(NamedTuple):
+    """How an array is cut: its first dimensions are kept, the others are flattened and cut into equal slices.
+
+    Attributes:
+        shape: the shape of the whole array.
+        kept: the number of first dimensions that are not cut. Layers that are stacked for :func:`jax.lax.scan` keep
+            one.
+    """
+
+    shape: Shape
+    kept: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of elements that are divided among the devices, for each index of the kept dimensions."""
+        return math.prod(self.shape[self.kept :])
+
+    def slice_shape(self, devices: int) -> Shape:
+        """Returns the shape of a slice."""
+        return (*self.shape[: self.kept], slice_length(self.size, devices))
+
+    def rows(self, x: Array, devices: int) -> Array:
+        """Returns the slices of all devices, of shape (devices, *slice shape). Zeros fill the last slices."""
+        *front, length = self.slice_shape(devices)
+        flat = jnp.reshape(x, (*front, self.size))
+        padded = jnp.pad(flat, [(0, 0)] * self.kept + [(0, devices * length - self.size)])
+        return jnp.moveaxis(padded.reshape(*front, devices, length), self.kept, 0)
+
+    def own(self, x: Array, axis_name: AxisName, devices: int) -> Array:
+        """Returns this device's slice of ``x``."""
+        return lax.dynamic_index_in_dim(self.rows(x, devices), lax.axis_index(axis_name), keepdims=False)
+
+    def whole(self, rows: Array) -> Array:
+        """Returns the whole array, the inverse of :meth:`rows`."""
+        devices, *front, length = rows.shape
+        flat = jnp.moveaxis(rows, 0, self.kept).reshape(*front, devices * length)
+        return flat[..., : self.size].reshape(self.shape)
+
+    def without_padding(self, x: Array, neutral: Any, axis_name: AxisName, devices: int) -> Array:
+        """Returns this device's slice ``x``, with ``neutral`` in the padding of the last slices."""
+        length = x.shape[-1]
+        if length * devices == self.size:
+            return x
+        inside = lax.axis_index(axis_name) * length + jnp.arange(length) < self.size
+        return jnp.where(inside, x, jnp.asarray(neutral, x.dtype))
+
+
 def rows_of_slices(x: Array, devices: int) -> Array:
     """Returns the slices of ``x`` as rows, of shape (devices, slice length). Zeros fill the last slices."""
-    length = slice_length(x.size, devices)
-    return jnp.pad(jnp.ravel(x), (0, devices * length - x.size)).reshape(devices, length)
+    return Sliced(x.shape).rows(x, devices)
 
 
 def own_slice(x: Array, axis_name: AxisName, devices: int) -> Array:
     """Returns this device's slice of ``x``, a vector."""
-    rows = rows_of_slices(x, devices)
-    return lax.dynamic_index_in_dim(rows, lax.axis_index(axis_name), keepdims=False)
+    return Sliced(x.shape).own(x, axis_name, devices)
 
 
-def whole(rows: Array, shape: tuple[int, ...]) -> Array:
+def whole(rows: Array, shape: Shape) -> Array:
     """Returns the array of this shape from the slices of all devices, the inverse of :func:`rows_of_slices`."""
-    return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return Sliced(shape).whole(rows)
 
 
 def name_of(path: Any) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pycollective.jax_support import jax_internals
-from pycollective.parallel.axes import AxisName, gather, whole
+from pycollective.parallel.axes import AxisName, Sliced, gather
 
 Array = Any
 
@@ -45,10 +45,10 @@ def in_buckets(call: Callable[[Array], Array], arrays: Sequence[Array]) -> list[
     return results
 
 
-def gather_whole(slices: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis_name: AxisName) -> list[Array]:
-    """Gathers whole arrays of these shapes from the devices' slices. The arrays are the same on all devices."""
-    rows = in_buckets(lambda x: gather(x, axis_name), slices)
-    return [whole(x, shape) for x, shape in zip(rows, shapes, strict=True)]
+def gather_whole(slices: Sequence[Array], cuts: Sequence[Sliced], axis_name: AxisName) -> list[Array]:
+    """Gathers whole arrays, which are cut like ``cuts``, from the devices' slices: the same arrays on all devices."""
+    rows = in_buckets(lambda x: gather(x, axis_name), list(map(jnp.ravel, slices)))
+    return [cut.whole(row.reshape(row.shape[0], *x.shape)) for cut, row, x in zip(cuts, rows, slices, strict=True)]
 
 
 def _indices_by_bucket(arrays: Sequence[Array]) -> list[list[int]]:

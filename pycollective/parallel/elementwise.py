@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +26,21 @@ import optax
 
 from pycollective.errors import message
 from pycollective.jax_support import jax_internals
-from pycollective.parallel.axes import AxisName, axis_size, has_types, in_order, name_of, names_of, slice_length, vary
+from pycollective.parallel.axes import (
+    AxisName,
+    Shape,
+    axis_size,
+    in_order,
+    name_of,
+    names_of,
+    slice_length,
+    typed,
+    vary,
+)
 from pycollective.parallel.cut_values import Cut, Expressions, Interpreter, Layout, Mixed, Same, Value, meet_pads
 
 Array = Any
 Tree = Any
-Shape = tuple[int, ...]
 
 _MARK = 1_000_003
 """A length that no real dimension has. Parameter i is traced with a cut dimension of length ``_MARK + i``, so a leaf of
@@ -132,8 +141,8 @@ class Check:
             extra_args: the other arguments of ``update``.
         """
         arrays, extra_tree = jax.tree.flatten(dict(extra_args))
-        static = [None if _is_number(x) else x for x in arrays]
-        known = cutting, *map(_types, (grads, params, [x for x in arrays if _is_number(x)])), extra_tree, static
+        static = [None if is_number(x) else x for x in arrays]
+        known = cutting, *map(_types, (grads, params, [x for x in arrays if is_number(x)])), extra_tree, static
         key = repr(known), jax_internals.bound_axes()
         if key in self._passed:
             return
@@ -195,12 +204,12 @@ class _Comparison:
         self._inner, self._cutting, self._layout = inner, cutting, cutting.layout
         self._grads, self._params = grads, params
         self._extra, self._extra_tree = extra, extra_tree
-        self._numbers = [i for i, x in enumerate(extra) if _is_number(x)]
+        self._numbers = [i for i, x in enumerate(extra) if is_number(x)]
         self._expressions = Expressions()
         self._interpreter = Interpreter(self._layout, self._expressions)
-        typed = _typed(self._layout.names)
+        of_types = typed(self._layout.names)
         self._names = cutting.names
-        self._varying = [names & typed for names in self._names]
+        self._varying = [names & of_types for names in self._names]
 
     def difference(self) -> _Found | None:
         try:
@@ -218,11 +227,11 @@ class _Comparison:
             return refused.found
         return None
 
-    def _leaves_like(self, shapes: Sequence[Shape], like: Tree) -> _Leaves:
+    def _leaves_like(self, shapes: Sequence[Shape], like: Tree) -> Leaves:
         leaves, tree = jax.tree.flatten(like)
-        structs = [jax.ShapeDtypeStruct(s, _dtype(x)) for s, x in zip(shapes, leaves, strict=True)]
-        names = [_varying(x) | own for x, own in zip(leaves, self._varying, strict=True)]
-        return _Leaves(tree, structs, names)
+        structs = [jax.ShapeDtypeStruct(s, dtype_of(x)) for s, x in zip(shapes, leaves, strict=True)]
+        names = [varying_of(x) | own for x, own in zip(leaves, self._varying, strict=True)]
+        return Leaves(tree, structs, names)
 
     def _init(self, tree: Any, leaves: Sequence[Array]) -> Any:
         return self._inner.init(tree.unflatten(leaves))
@@ -259,14 +268,14 @@ class _Comparison:
         self._require_kinds(state_kinds, self._places, shapes, state_names)
 
         count, arity = len(grads.shapes), 1 if params is None else 2
-        states = _Leaves(
+        states = Leaves(
             tree,
             [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in state_leaves],
             [jax_internals.varying_axes_of(var.aval) for var in closed.jaxpr.outvars],
         )
         numbers = [self._extra[i] for i in self._numbers]
-        extra = _Leaves(
-            None, [jax.ShapeDtypeStruct(np.shape(x), _dtype(x)) for x in numbers], [*map(_varying, numbers)]
+        extra = Leaves(
+            None, [jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)) for x in numbers], [*map(varying_of, numbers)]
         )
         of_grads, of_extra = arity * count, len(extra.shapes)
 
@@ -338,7 +347,7 @@ class _Comparison:
                 raise _RefusedError(f"gives what comes from the elements of one device alone, {name}", _MIXES)
 
 
-class _Leaves(NamedTuple):
+class Leaves(NamedTuple):
     """The leaves of a tree, and for each leaf the axes along which it varies by JAX's types."""
 
     tree: Any
@@ -349,33 +358,21 @@ class _Leaves(NamedTuple):
         return [vary(x, names) for x, names in zip(leaves, self.varying, strict=True)]
 
 
-def _typed(names: Iterable[Hashable]) -> set[Hashable]:
-    """Returns the axes for which JAX has types.
-
-    The call adds no equation to the surrounding program, which the ranks compare.
-    """
-    found: set[Hashable] = set()
-
-    def ask() -> int:
-        found.update(name for name in in_order(names) if has_types(name))
-        return 0
-
-    jax.eval_shape(ask)
-    return found
-
-
-def _is_number(x: Any) -> bool:
+def is_number(x: Any) -> bool:
+    """Returns whether a leaf of ``extra_args`` is an array or a number, and no static value."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex))
 
 
-def _dtype(x: Any) -> Any:
+def dtype_of(x: Any) -> Any:
+    """Returns the dtype of an array or a number."""
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
-def _varying(x: Any) -> frozenset[Hashable]:
+def varying_of(x: Any) -> frozenset[Hashable]:
+    """Returns the axes along which a value varies, by JAX's types."""
     return jax_internals.varying_axes(x) if isinstance(x, jax.core.Tracer) else frozenset()
 
 
 def _types(tree: Tree) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, [(np.shape(x), str(_dtype(x)), sorted(map(str, _varying(x)))) for x in leaves]
+    return structure, [(np.shape(x), str(dtype_of(x)), sorted(map(str, varying_of(x)))) for x in leaves]

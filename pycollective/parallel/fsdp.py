@@ -34,18 +34,19 @@ from pycollective.collectives.replicated import with_transpose
 from pycollective.errors import message
 from pycollective.parallel.axes import (
     AxisName,
+    Sliced,
     axis_size,
     has_types,
     name_of,
     own_slice,
     shapes_of,
-    slice_length,
     varies,
     whole,
 )
 from pycollective.parallel.buckets import gather_whole, in_buckets
-from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
+from pycollective.parallel.elementwise import check_numbers
 from pycollective.parallel.marked import mark
+from pycollective.parallel.sliced_optimizer import SlicedOptimizer
 
 Array = Any
 Tree = Any
@@ -122,7 +123,7 @@ def unshard(slices: Tree, shapes: Tree, axis_name: AxisName) -> Tree:
     shapes = shapes_of(shapes)
     leaves = _checked("unshard", slices, shapes, axis_name)
     of_shapes, tree = jax.tree.flatten(shapes)
-    return tree.unflatten(gather_whole(leaves, [x.shape for x in of_shapes], axis_name))
+    return tree.unflatten(gather_whole(leaves, [Sliced(x.shape) for x in of_shapes], axis_name))
 
 
 def gathered(
@@ -240,25 +241,17 @@ def sliced(
         >>> state[0].trace.shape  # on each of two devices: the momentum of two elements
         (2, 2)
     """
-    inner, shapes = optax.with_extra_args_support(inner), shapes_of(shapes)
-    check = Check("sliced", inner)
+    shapes = shapes_of(shapes)
+    optimizer = SlicedOptimizer("sliced", inner, axis_name)
 
-    def cutting(slices: Tree) -> Cutting:
-        axis_size("sliced", axis_name)
-        if jax.tree.structure(slices) != jax.tree.structure(shapes):
-            got, remedy = f"{jax.tree.structure(slices)}", "Pass the shapes of the parameters that were cut."
-            expected = f"slices in a tree like the shapes, {jax.tree.structure(shapes)}"
-            raise ValueError(message("parallel.sliced", expected, got, remedy))
-        own = [jnp.shape(x) for x in jax.tree.leaves(slices)]
-        return cut_in_slices([x.shape for x in jax.tree.leaves(shapes)], axis_name, own)
+    def cuts(slices: Tree) -> list[Sliced]:
+        return _cuts("sliced", slices, shapes, axis_name, stacked=True)
 
     def init(slices: Tree) -> Any:
-        check.at_init(cutting(slices), slices)
-        return inner.init(slices)
+        return optimizer.init(slices, cuts(slices))
 
     def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
-        check.at_update(cutting(grads), grads, params, extra_args)
-        return inner.update(grads, state, params, **extra_args)
+        return optimizer.update(grads, state, params, extra_args, cuts(grads))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -295,16 +288,28 @@ def _checked(where: str, slices: Tree, shapes: Tree, axis_name: AxisName) -> lis
     Raises:
         ValueError: they are not slices of arrays with these shapes.
     """
+    _cuts(where, slices, shapes, axis_name)
+    return jax.tree.leaves(slices)
+
+
+def _cuts(where: str, slices: Tree, shapes: Tree, axis_name: AxisName, *, stacked: bool = False) -> list[Sliced]:
+    """Returns how the leaves are cut. ``stacked``: whether slices may keep first dimensions of their arrays.
+
+    Raises:
+        ValueError: they are not slices of arrays with these shapes.
+    """
     devices = axis_size(where, axis_name)
     of_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes)
     remedy = "Pass shard(params, axis_name), and the shapes of these params."
     if jax.tree.structure(slices) != tree:
         got = f"{jax.tree.structure(slices)}"
         raise ValueError(message(f"parallel.{where}", f"slices in a tree like the shapes, {tree}", got, remedy))
-    leaves: list[Array] = jax.tree.leaves(slices)
-    for (path, like), x in zip(of_shapes, leaves, strict=True):
-        shape = (slice_length(like.size, devices),)
+    cuts = []
+    for (path, like), x in zip(of_shapes, jax.tree.leaves(slices), strict=True):
+        cut = Sliced(like.shape, max(jnp.ndim(x) - 1, 0) if stacked else 0)
+        shape = cut.slice_shape(devices)
         if jnp.shape(x) != shape:
             expected = f"slices of shape {shape} at {name_of(path)}, whose shape is {like.shape}, on {devices} devices"
             raise ValueError(message(f"parallel.{where}", expected, f"{jnp.shape(x)}", remedy))
-    return leaves
+        cuts.append(cut)
+    return cuts

@@ -24,14 +24,18 @@ import jax.numpy as jnp
 import optax
 
 from pycollective.errors import message
+from pycollective.jax_support.jaxprs import replaced
 from pycollective.parallel.axes import (
     AxisName,
+    Sliced,
     axis_size,
     own_slice,
+    shapes_of,
 )
 from pycollective.parallel.buckets import gather_whole
-from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
+from pycollective.parallel.elementwise import check_numbers
 from pycollective.parallel.per_device import check_not_summed
+from pycollective.parallel.sliced_optimizer import SlicedOptimizer, cuts_of_state
 from pycollective.parallel.wire import checked_wire_dtype, mean_slices
 
 Array = Any
@@ -95,30 +99,28 @@ def zero(
         error = message("parallel.zero", "stage=1 or stage=2", f"stage={stage!r}", remedy)
         raise ValueError(error)
     wire = checked_wire_dtype("zero", wire_dtype)
-    inner = optax.with_extra_args_support(inner)
-    check = Check("zero", inner)
+    sliced = SlicedOptimizer("zero", inner, axis_name)
 
-    def cutting(params: Tree) -> Cutting:
+    def cuts(params: Tree) -> list[Sliced]:
         check_numbers("zero", params)
-        return cut_in_slices([jnp.shape(x) for x in jax.tree.leaves(params)], axis_name)
+        return [Sliced(jnp.shape(x)) for x in jax.tree.leaves(params)]
 
     def init(params: Tree) -> Any:
         devices = axis_size("zero", axis_name)
-        check.at_init(cutting(params), params)
-        return inner.init(jax.tree.map(lambda x: own_slice(x, axis_name, devices), params))
+        of_params = cuts(params)
+        return sliced.init(jax.tree.map(lambda x: own_slice(x, axis_name, devices), params), of_params)
 
     def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
         devices = axis_size("zero", axis_name)
         check_not_summed("zero", grads, axis_name)
-        check.at_update(cutting(grads), grads, params, extra_args)
+        of_params = cuts(grads)
         of_grads, tree = jax.tree.flatten(grads)
         means = mean_slices("zero", of_grads, axis_name, wire, by_psum=stage == 1)
         slices = tree.unflatten([x.astype(like.dtype) for x, like in zip(means, of_grads, strict=True)])
         own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
-        updates, state = inner.update(slices, state, own, **extra_args)
+        updates, state = sliced.update(slices, state, own, extra_args, of_params)
         leaves, tree = jax.tree.flatten(updates)
-        shapes = [x.shape for x in of_grads]
-        return tree.unflatten(gather_whole(leaves, shapes, axis_name)), state
+        return tree.unflatten(gather_whole(leaves, of_params, axis_name)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -153,18 +155,18 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
         {'b': MaskedNode(), 'w': (3,)}
     """
     axis_size("unshard_state", axis_name)
-    slices: list[tuple[Array, tuple[int, ...]]] = []
+    shapes = shapes_of(params)
+    started = jax.eval_shape(inner.init, shapes)
+    leaves, tree = jax.tree.flatten(state)
+    cut = cuts_of_state(inner, started, [Sliced(x.shape) for x in jax.tree.leaves(shapes)])
+    places = [i for i, yes in enumerate(cut) if yes is not None]
+    # Slices of stacked layers keep their first dimensions.
+    cuts = [Sliced(like.shape, x.ndim - 1) for like, x in zip(jax.tree.leaves(started), leaves, strict=True)]
+    wholes = gather_whole([leaves[i] for i in places], [cuts[i] for i in places], axis_name)
+    return tree.unflatten(replaced(leaves, places, wholes))
 
-    def take(s: Any, p: Any) -> None:
-        if not isinstance(s, optax.MaskedNode):  # the node of a parameter that inner leaves out
-            slices.append((s, jnp.shape(p)))
 
-    optax.tree.map_params(inner, take, state, params, is_leaf=lambda s: isinstance(s, optax.MaskedNode))
-    arrays = iter(gather_whole([s for s, _ in slices], [shape for _, shape in slices], axis_name))
-    return optax.tree.map_params(inner, lambda _: next(arrays), state)
-
-
-def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: AxisName) -> Any:
+def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: AxisName, *, like: Any = None) -> Any:
     """Cuts a whole state into the state of :func:`zero` on this device, the inverse of :func:`unshard_state`.
 
     The axis may have another number of devices than when the state was gathered.
@@ -173,6 +175,8 @@ def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: Axis
         inner: the optimizer inside :func:`zero`.
         state: a state as ``inner.init(params)`` makes it, the same on all devices.
         axis_name: the axis of :func:`zero`.
+        like: a state of :func:`sliced` on this device, or its shapes. Stacked layers need it: their slices keep first
+            dimensions. Default None: all slices are vectors.
 
     Returns:
         The state of :func:`zero` on this device: a vector of length ``ceil(size / N)`` for each leaf that is cut, in
@@ -193,4 +197,10 @@ def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: Axis
         (2, 2)
     """
     devices = axis_size("shard_state", axis_name)
-    return optax.tree.map_params(inner, lambda s: own_slice(s, axis_name, devices), state)
+    leaves, tree = jax.tree.flatten(state)
+    cuts = cuts_of_state(inner, state, [])
+    kept = [0] * len(leaves) if like is None else [x.ndim - 1 for x in jax.tree.leaves(like)]
+    return tree.unflatten(
+        x if cut is None else Sliced(x.shape, k).own(x, axis_name, devices)
+        for x, cut, k in zip(leaves, cuts, kept, strict=True)
+    )

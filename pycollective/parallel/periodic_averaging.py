@@ -25,7 +25,7 @@ import optax
 from jax import lax
 
 from pycollective.errors import integer, message
-from pycollective.parallel.axes import AxisName, axis_size
+from pycollective.parallel.axes import AxisName, Sliced, axis_size
 from pycollective.parallel.buckets import gather_whole
 from pycollective.parallel.per_device import as_varying, check_not_summed, check_params_given
 from pycollective.parallel.wire import checked_wire_dtype, mean_slices
@@ -296,7 +296,7 @@ def _mean(tree: Tree, axis_name: AxisName, wire_dtype: Any) -> Tree:
 def _mean_on_wire(arrays: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
     """Returns the means of arrays that are sent in ``wire_dtype``, with the bytes of an allreduce of such numbers."""
     means = [x.astype(wire_dtype) for x in mean_slices("diloco", arrays, axis_name, wire_dtype)]
-    gathered = gather_whole(means, [x.shape for x in arrays], axis_name)
+    gathered = gather_whole(means, [Sliced(x.shape) for x in arrays], axis_name)
     return [x.astype(like.dtype) for x, like in zip(gathered, arrays, strict=True)]
 
 

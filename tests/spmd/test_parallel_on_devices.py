@@ -14,6 +14,7 @@ from jax import lax
 
 import pycollective as pc
 from pycollective import parallel
+from pycollective.parallel.per_device import as_varying
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import compare, own
@@ -104,6 +105,49 @@ def test_a_step_is_two_calls(world: pc.Communicator) -> None:
     text = pc.jit(step, axis_name="i").lower(params(), jnp.ones((7, 5))).as_text()
     calls = re.findall(r"custom_call @pycollective_(?!async_results)(?:device_|async_)?(\w+)\(", text)
     assert calls == ["reduce_scatter", "allgather"]
+
+
+@pytest.mark.parametrize("types", [False, True])
+def test_what_looks_at_whole_matrices(world: pc.Communicator, local: int, types: bool) -> None:
+    """Each device orthogonalizes some of the matrices. In step 1 one device has a NaN, and all devices skip it."""
+    muon = optax.apply_if_finite(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.MultiSteps(optax.contrib.muon(1e-1), 2)), 5
+    )
+
+    def train(optimizer: Any, p: Tree, grad: Any) -> Any:
+        def step(carry: Any, i: Array) -> Any:
+            p, state = carry
+            updates, state = optimizer.update(grad(p, i), state, p)
+            return (optax.apply_updates(p, updates), state), None
+
+        (p, state), _ = lax.scan(step, (p, optimizer.init(p)), jnp.arange(5))
+        return p, state.total_notfinite
+
+    def grads(p: Tree, x: Array, i: Array) -> Tree:
+        found = jax.grad(lambda p: loss(p, x) + jnp.sum((x @ p["v"]) ** 2))(p)
+        return found | {"s": jnp.where((i == 1) & (x[0, 0] > 50), jnp.nan, found["s"])}
+
+    def by_zero(p: Tree, x: Array) -> Any:
+        return train(parallel.zero(muon, "i"), p, lambda p, i: grads(as_varying(p, "i"), x, i))
+
+    p = params() | {"v": np.asarray(values((5, 4), seed=6))}
+    xs = rows(world, local)
+    xs[-1, 0, 0] = 60
+    mine = own(world, local, xs)
+    if types:
+        mesh = pc.make_mesh((world.size * local,), ("i",), devices=devices_of_this_rank()[:local])
+        mapped = pc.shard_map(lambda p, x: by_zero(p, x[0]), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+        got = mapped(p, mine)
+    else:
+        got = jax.tree.map(lambda x: x[0], pc.pmap(by_zero, "i", in_axes=(None, 0))(p, mine))
+
+    def mean(p: Tree, i: Array) -> Tree:
+        return jax.tree.map(lambda g: g.mean(0), jax.vmap(grads, (None, 0, None))(p, xs, i))
+
+    want = jax.jit(lambda p: train(muon, p, mean))(p)
+    assert want[1] == 1
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("types", [False, True], ids=["specs", "types"])

@@ -288,17 +288,6 @@ def test_wrong_slices_are_refused() -> None:
         jax.vmap(lambda s: fsdp.unshard(s, np.ones(4), AXIS), axis_name=AXIS)(jnp.ones((2, 3)))
 
 
-@pytest.mark.usefixtures("promotion_of_optax")
-@pytest.mark.parametrize(
-    "inner",
-    [optax.lamb(1e-2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))],
-    ids=["lamb", "norm"],
-)
-def test_what_is_not_elementwise_is_refused(inner: Any) -> None:
-    with pytest.raises(ValueError, match="expected an optimizer that updates each element by itself, got"):
-        on_devices("vmap", lambda p, x: fsdp.sliced(inner, p, AXIS).init(fsdp.shard(p, AXIS)), 2, PARAMS)
-
-
 def test_a_loss_that_is_averaged_already_is_refused() -> None:
     """JAX's types tell. Its gradient would be the N-th part of the mean."""
 

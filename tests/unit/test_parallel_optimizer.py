@@ -163,52 +163,6 @@ def test_a_state_goes_to_another_number_of_devices() -> None:
     assert own[0].mu["w"].shape == (4, 4)
 
 
-def clip_large(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-    """Clips by the norm above 1e4. A norm that is no number is not above."""
-    norm = optax.tree.norm(updates)
-    scale = lax.cond(norm > 1e4, lambda: 1e4 / norm, lambda: jnp.ones_like(norm))
-    return jax.tree.map(lambda g: g * scale, updates), state
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        optax.lamb(1e-2),
-        optax.adafactor(1e-2),
-        optax.contrib.muon(1e-2),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-        optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
-        optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),  # slices are vectors
-        optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: jnp.size(x) > 4, p)),
-        # These look at all elements only where a norm is large, or where one of them is no number.
-        optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(0.1)),
-        optax.chain(optax.clip_by_global_norm(1e12), optax.adam(0.1)),
-        optax.GradientTransformation(optax.init_empty_state, clip_large),
-        optax.apply_if_finite(optax.sgd(0.1), 5),
-        optax.contrib.prodigy(),
-    ],
-    ids=[
-        "lamb",
-        "adafactor",
-        "muon",
-        "norm",
-        "noise",
-        "mask by dimensions",
-        "mask by size",
-        "large norm",
-        "larger norm",
-        "norm by cond",
-        "finite",
-        "prodigy",
-    ],
-)
-def test_what_is_not_elementwise_is_refused(inner: Any) -> None:
-    with pytest.raises(
-        ValueError, match="parallel.zero: expected an optimizer that updates each element by itself, got"
-    ):
-        on_devices(lambda p, x: train(zero(inner, "i"), p, x, average=False), 2, PARAMS)
-
-
 def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="parallel.zero: expected stage=1 or stage=2, got stage=3"):
         zero(optax.adam(1e-2), "i", stage=3)

@@ -170,21 +170,3 @@ def test_slices_of_other_parameters() -> None:
     optimizer = sliced(optax.sgd(0.1), {"w": jnp.ones(3)}, "d")
     with pytest.raises(ValueError, match=r"sliced: expected slices in a tree like the shapes"):
         jax.make_jaxpr(lambda p: optimizer.init(shard(p, "d")), axis_env=[("d", 2)])(PARAMS)
-
-
-def test_slices_of_stacked_layers_may_choose_by_no_dimensions() -> None:
-    """A stack of slices has two dimensions, and a whole leaf three."""
-    layers = {"w": jnp.ones((4, 3, 3))}
-
-    def start(mask: Any) -> None:
-        optimizer = sliced(optax.adamw(1e-2, mask=mask), layers, "d")
-
-        def step(p: Tree) -> Any:
-            slices = jax.vmap(lambda x: shard(x, "d"))(p)
-            return optimizer.update(slices, optimizer.init(slices), slices)
-
-        jax.make_jaxpr(step, axis_env=[("d", 2)])(layers)
-
-    start({"w": True})
-    with pytest.raises(ValueError, match=r"sliced: .*Choose by the whole parameters before"):
-        start(lambda p: jax.tree.map(lambda x: x.ndim > 2, p))

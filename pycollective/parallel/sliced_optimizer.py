@@ -1,0 +1,196 @@
+"""Optimizers whose state and parameters are in slices: their programs for whole arrays, partitioned."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pycollective.errors import message
+from pycollective.parallel.axes import AxisName, Sliced, axis_size, name_of, names_of
+from pycollective.parallel.elementwise import Check, Cutting, Leaves, cut_in_slices, dtype_of, is_number, varying_of
+from pycollective.parallel.partitioned import Program, RefusedError, names_axis
+
+Array = Any
+Tree = Any
+
+_REMEDY = "Average over devices before what differs between them, and pass it as a number."
+
+
+def cuts_of_state(inner: optax.GradientTransformation, state: Any, cuts: Sequence[Sliced]) -> list[Sliced | None]:
+    """Returns for each leaf of a state how it is cut. None: all devices have it.
+
+    The leaves that belong to parameters, as :func:`optax.tree.map_params` finds them, are cut. If ``inner.init`` needs
+    more of the parameters than :func:`optax.tree.map_params` gives it, these are the leaves with the shape of a
+    parameter.
+
+    Args:
+        inner: the optimizer.
+        state: the shapes of the state that the optimizer would have for whole parameters.
+        cuts: how the parameters are cut.
+    """
+    kept = {cut.shape: cut.kept for cut in cuts}
+    leaves = jax.tree.leaves(state)
+    try:
+        belongs = jax.tree.leaves(
+            optax.tree.map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        belongs = [x.shape in kept for x in leaves]
+    return [Sliced(x.shape, kept.get(x.shape, 0)) if yes else None for x, yes in zip(leaves, belongs, strict=True)]
+
+
+class SlicedOptimizer:
+    """Applies an optimizer for whole arrays to slices of them.
+
+    ``init`` and ``update`` of the optimizer are traced for whole arrays and computed for slices, see
+    :mod:`~pycollective.parallel.partitioned`. An optimizer that computes collectives over the axis is written for
+    slices: it is checked by :class:`~pycollective.parallel.elementwise.Check`, and applied to slices as it is.
+
+    Args:
+        where: the name of the calling function, for messages.
+        inner: the optimizer.
+        axis_name: the axis along which parameters are cut.
+    """
+
+    def __init__(self, where: str, inner: optax.GradientTransformation, axis_name: AxisName) -> None:
+        self._where, self._axis_name = where, axis_name
+        self._inner = optax.with_extra_args_support(inner)
+        self._check = Check(where, self._inner)
+
+    def init(self, slices: Tree, cuts: Sequence[Sliced]) -> Any:
+        """Returns the state in slices. ``cuts`` says for each leaf of ``slices`` how it is cut."""
+        leaves, tree = jax.tree.flatten(slices)
+        whole = self._whole(leaves, cuts)
+        closed, state = jax.make_jaxpr(lambda *xs: self._inner.init(tree.unflatten(whole.vary(xs))), return_shape=True)(
+            *whole.shapes
+        )
+        if names_axis(closed, self._axis_name):
+            return self._inner.init(slices)
+        program = self._program()
+        arguments = [program.sliced(x, cut) for x, cut in zip(whole.shapes, cuts, strict=True)]
+        with self._refusals():
+            results = program.read(closed, arguments)
+            return self._computed(
+                program,
+                dict(zip(arguments, leaves, strict=True)),
+                results,
+                cuts_of_state(self._inner, state, cuts),
+                state,
+            )
+
+    def update(
+        self, grads: Tree, state: Any, params: Tree | None, extra_args: Mapping[str, Any], cuts: Sequence[Sliced]
+    ) -> tuple[Tree, Any]:
+        """Returns the updates and the new state in slices, for gradients, a state and parameters in slices."""
+        of_grads, tree = jax.tree.flatten(grads)
+        of_params = jax.tree.leaves(params)
+        like = of_grads if params is None else of_params
+        whole_grads, whole_params = self._whole(of_grads, cuts), self._whole(of_params, cuts[: len(of_params)])
+        started = jax.eval_shape(lambda *xs: self._inner.init(tree.unflatten(xs)), *self._whole(like, cuts).shapes)
+        of_state, state_tree = jax.tree.flatten(state)
+        state_cuts = cuts_of_state(self._inner, started, cuts)
+        self._check_state(state, started, state_cuts)
+        whole_state = self._whole(of_state, state_cuts)
+        arrays, extra_tree = jax.tree.flatten(dict(extra_args))
+        places = [i for i, x in enumerate(arrays) if is_number(x)]
+        numbers = [arrays[i] for i in places]
+        whole_extra = self._whole(numbers, [None] * len(numbers))
+
+        def function(grads: Any, params_: Any, state: Any, numbers: Any) -> Any:
+            others = list(arrays)
+            for i, x in zip(places, whole_extra.vary(numbers), strict=True):
+                others[i] = x
+            weights = None if params is None else tree.unflatten(whole_params.vary(params_))
+            carried = state_tree.unflatten(whole_state.vary(state))
+            return self._inner.update(
+                tree.unflatten(whole_grads.vary(grads)), carried, weights, **extra_tree.unflatten(others)
+            )
+
+        closed, made = jax.make_jaxpr(function, return_shape=True)(
+            whole_grads.shapes, whole_params.shapes, whole_state.shapes, whole_extra.shapes
+        )
+        if names_axis(closed, self._axis_name):
+            self._check.at_update(self._cutting(cuts, of_grads), grads, params, extra_args)
+            return self._inner.update(grads, state, params, **extra_args)
+        if jax.tree.structure(made) != jax.tree.structure((grads, state)):
+            got = f"one that gives {jax.tree.structure(made)}"
+            expected = f"an optimizer that gives back what it gets, {jax.tree.structure((grads, state))}"
+            raise ValueError(message(f"parallel.{self._where}", expected, got, "Keep the structure of the state."))
+        program = self._program()
+        arguments = [
+            program.sliced(x, cut) if cut is not None else program.same(x)
+            for x, cut in zip(
+                [*whole_grads.shapes, *whole_params.shapes, *whole_state.shapes],
+                [*cuts, *cuts[: len(of_params)], *state_cuts],
+                strict=True,
+            )
+        ]
+        names = frozenset(names_of(self._axis_name))
+        for x, shape in zip(numbers, whole_extra.shapes, strict=True):
+            refused = "computes with an argument that varies, by JAX's types" if varying_of(x) & names else ""
+            arguments.append(program.same(shape, foreign=not refused, refused=refused))
+        given = dict(zip(arguments, [*of_grads, *of_params, *of_state, *numbers], strict=True))
+        with self._refusals():
+            results = program.read(closed, arguments)
+            return self._computed(program, given, results, [*cuts, *state_cuts], made)
+
+    def _program(self) -> Program:
+        return Program(self._axis_name, axis_size(self._where, self._axis_name))
+
+    def _whole(self, leaves: Sequence[Array], cuts: Sequence[Sliced | None]) -> Leaves:
+        """Returns the shapes of whole arrays."""
+        names = frozenset(names_of(self._axis_name))
+        structs = [
+            jax.ShapeDtypeStruct(np.shape(x) if cut is None else cut.shape, dtype_of(x))
+            for x, cut in zip(leaves, cuts, strict=True)
+        ]
+        varying = [varying_of(x) if cut is None else varying_of(x) - names for x, cut in zip(leaves, cuts, strict=True)]
+        return Leaves(None, structs, varying)
+
+    def _check_state(self, state: Any, started: Any, cuts: Sequence[Sliced | None]) -> None:
+        """Raises ValueError if a state is not one that :meth:`init` makes."""
+        where, devices = f"parallel.{self._where}", axis_size(self._where, self._axis_name)
+        remedy = "Pass a state of init, or of shard_state for this optimizer."
+        if jax.tree.structure(state) != jax.tree.structure(started):
+            got = f"{jax.tree.structure(state)}"
+            raise ValueError(message(where, f"a state {jax.tree.structure(started)}", got, remedy))
+        for (path, x), like, cut in zip(
+            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(started), cuts, strict=True
+        ):
+            shape = like.shape if cut is None else cut.slice_shape(devices)
+            if np.shape(x) != shape:
+                expected = f"a state with the shape {shape} at {name_of(path)}"
+                raise ValueError(message(where, expected, f"{np.shape(x)}", remedy))
+
+    def _cutting(self, cuts: Sequence[Sliced], own: Sequence[Array]) -> Cutting:
+        return cut_in_slices([cut.shape for cut in cuts], self._axis_name, [np.shape(x) for x in own])
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except RefusedError as refused:
+            expected = "an optimizer that computes with gradients, parameters, its state and numbers"
+            error = message(f"parallel.{self._where}", expected, f"one that {refused}", _REMEDY)
+            raise ValueError(error) from None
+
+    def _computed(
+        self, program: Program, given: Any, results: Sequence[Any], cuts: Sequence[Sliced | None], shapes: Tree
+    ) -> Any:
+        """Returns the results as a tree like ``shapes``, in slices where ``cuts`` says it, with zeros as padding."""
+        devices = axis_size(self._where, self._axis_name)
+        wanted = [
+            program.as_same(x) if cut is None else program.as_slice(x, cut)
+            for x, cut in zip(results, cuts, strict=True)
+        ]
+        arrays = [
+            jnp.asarray(x) if cut is None else cut.without_padding(x, 0, self._axis_name, devices)
+            for x, cut in zip(program.run(given, wanted), cuts, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
