@@ -7,6 +7,7 @@ from . import linalg as linalg
 from . import parallel as parallel
 from . import recorder as recorder
 from .collectives.equality import assert_equal_across as assert_equal_across
+from .collectives.halos import update_halos as update_halos
 from .collectives.jax_collectives import all_gather as all_gather
 from .collectives.jax_collectives import all_to_all as all_to_all
 from .collectives.jax_collectives import axis_index as axis_index
@@ -45,6 +46,8 @@ from .named_axes.mesh import Mesh as Mesh
 from .named_axes.mesh import make_mesh as make_mesh
 from .planning.by_compiling.search import plan as plan
 from .ranks.begin import init as init
+from .ranks.cart import make_cart as make_cart
+from .ranks.communicator import CartCommunicator as CartCommunicator
 from .ranks.communicator import Communicator as Communicator
 from .ranks.world import world as world
 from .spmd.jit import jit as jit
