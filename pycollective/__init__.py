@@ -35,13 +35,12 @@ _OTHER_NAMES = {
     "createcart": "make_cart",
     "getrank": "world().rank",
     "getsize": "world().size",
-    "irecv": "recv",
-    "isend": "send",
     "neighboralltoall": "update_halos",
     "rank": "world().rank",
     "reducescatter": "psum_scatter",
     "reducescatterblock": "psum_scatter",
     "size": "world().size",
+    "waitall": "wait",
 }
 
 

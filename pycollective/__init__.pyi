@@ -41,6 +41,11 @@ from .collectives.ragged import ragged_gather as ragged_gather
 from .collectives.ragged import ragged_scatter as ragged_scatter
 from .collectives.replicated import copy_to as copy_to
 from .collectives.replicated import reduce_from as reduce_from
+from .collectives.requests import Request as Request
+from .collectives.requests import irecv as irecv
+from .collectives.requests import isend as isend
+from .collectives.requests import isendrecv as isendrecv
+from .collectives.requests import wait as wait
 from .errors import CollectiveMismatch as CollectiveMismatch
 from .named_axes.mesh import Mesh as Mesh
 from .named_axes.mesh import make_mesh as make_mesh
