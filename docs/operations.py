@@ -21,7 +21,15 @@ def operations() -> list[str]:
     found = {name: getattr(pycollective, name) for name in pycollective.__all__}
     modules = [
         f"pycollective.collectives.{room}"
-        for room in ("jax_reductions", "replicated", "jax_collectives", "mpi_collectives", "ragged")
+        for room in (
+            "jax_reductions",
+            "replicated",
+            "jax_collectives",
+            "mpi_collectives",
+            "ragged",
+            "halos",
+            "requests",
+        )
     ]
     ours = [name for name, value in found.items() if getattr(value, "__module__", "") in modules]
     lines = {name: inspect.getsourcelines(found[name])[1] for name in ours}

@@ -29,15 +29,18 @@ _OTHER_NAMES = {
     "bcast": "broadcast",
     "gatherv": "ragged_gather",
     "scatterv": "ragged_scatter",
+    "cartcomm": "CartCommunicator",
+    "cartcreate": "make_cart",
     "commworld": "world()",
+    "createcart": "make_cart",
     "getrank": "world().rank",
     "getsize": "world().size",
-    "irecv": "recv",
-    "isend": "send",
+    "neighboralltoall": "update_halos",
     "rank": "world().rank",
     "reducescatter": "psum_scatter",
     "reducescatterblock": "psum_scatter",
     "size": "world().size",
+    "waitall": "wait",
 }
 
 

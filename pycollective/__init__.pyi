@@ -7,6 +7,7 @@ from . import linalg as linalg
 from . import parallel as parallel
 from . import recorder as recorder
 from .collectives.equality import assert_equal_across as assert_equal_across
+from .collectives.halos import update_halos as update_halos
 from .collectives.jax_collectives import all_gather as all_gather
 from .collectives.jax_collectives import all_to_all as all_to_all
 from .collectives.jax_collectives import axis_index as axis_index
@@ -40,11 +41,18 @@ from .collectives.ragged import ragged_gather as ragged_gather
 from .collectives.ragged import ragged_scatter as ragged_scatter
 from .collectives.replicated import copy_to as copy_to
 from .collectives.replicated import reduce_from as reduce_from
+from .collectives.requests import Request as Request
+from .collectives.requests import irecv as irecv
+from .collectives.requests import isend as isend
+from .collectives.requests import isendrecv as isendrecv
+from .collectives.requests import wait as wait
 from .errors import CollectiveMismatch as CollectiveMismatch
 from .named_axes.mesh import Mesh as Mesh
 from .named_axes.mesh import make_mesh as make_mesh
 from .planning.by_compiling.search import plan as plan
 from .ranks.begin import init as init
+from .ranks.cart import make_cart as make_cart
+from .ranks.communicator import CartCommunicator as CartCommunicator
 from .ranks.communicator import Communicator as Communicator
 from .ranks.world import world as world
 from .spmd.exported import export_checks as export_checks

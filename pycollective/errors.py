@@ -72,6 +72,21 @@ def integer(where: str, place: Place | None, name: str, value: Any) -> int:
         )
 
 
+def sequence(where: str, place: Place | None, name: str, values: Any) -> tuple[Any, ...]:
+    """Returns ``values`` as a tuple; raises TypeError if it is no sequence of items."""
+    try:
+        return tuple(values)
+    except TypeError:
+        fail(
+            TypeError,
+            where,
+            place,
+            f"{name} to be a sequence",
+            repr(values),
+            "Pass a tuple with an item for each axis.",
+        )
+
+
 def name_ranks(ranks: Collection[int]) -> str:
     """Names ranks in a few words.
 

@@ -2,14 +2,26 @@
 
 #include "calls/messages.h"
 
+#include <pthread.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
 #include <array>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/exports.h"
 #include "calls/settings.h"
 #include "mpi/collectives.h"
@@ -165,7 +177,259 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
   return outcome.ok() ? gone : outcome;
 }
 
+// Messages under way --------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr size_t kHeaderBytes = sizeof(MessageHeader);
+// Smaller messages have left with their start.
+constexpr size_t kLeastBytesOfProgress = 16 << 10;
+// Started requests that MPI may keep waiting for a rank that comes late. MPI moves some 64 KiB in a step.
+constexpr int64_t kShortestSleepNs = 10'000, kLongestSleepNs = 50'000;
+
+struct Numbered {
+  std::mutex mutex;
+  std::condition_variable added;
+  std::unordered_map<int64_t, std::shared_ptr<StartedMessages>> all;
+  std::vector<std::weak_ptr<StartedMessages>> in_progress;  // for the thread
+  int64_t last = 0;
+  bool has_thread = false;
+};
+Numbered& numbered = *new Numbered;  // never destroyed: the thread outlives main
+
+constexpr int64_t kNumbers = 1 << 24;  // that a float32 holds
+
+// Lets MPI make progress with the messages under way, and sleeps while there are none.
+[[noreturn]] void MakeProgress() {
+  pthread_setname_np(pthread_self(), "pc-progress");
+  prctl(PR_SET_TIMERSLACK, 1'000);  // nanoseconds
+  for (int64_t since = NowNs();;) {
+    std::vector<std::weak_ptr<StartedMessages>> own;
+    {
+      std::unique_lock<std::mutex> lock(numbered.mutex);
+      if (numbered.in_progress.empty()) {
+        numbered.added.wait(lock, [] { return !numbered.in_progress.empty(); });
+        since = NowNs();
+      }
+      own = numbered.in_progress;
+    }
+    const auto is_done = [](const std::weak_ptr<StartedMessages>& each) {
+      const std::shared_ptr<StartedMessages> started = each.lock();
+      return started == nullptr || !started->Progress(*library);
+    };
+    std::vector<std::weak_ptr<StartedMessages>> done;
+    std::copy_if(own.begin(), own.end(), std::back_inserter(done), is_done);
+    if (!done.empty()) {
+      const std::lock_guard<std::mutex> lock(numbered.mutex);
+      const auto is_one_of_them = [&](const std::weak_ptr<StartedMessages>& each) {
+        return std::any_of(done.begin(), done.end(), [&](const auto& ended) { return !ended.owner_before(each) && !each.owner_before(ended); });
+      };
+      auto& all = numbered.in_progress;
+      all.erase(std::remove_if(all.begin(), all.end(), is_one_of_them), all.end());
+      since = NowNs();
+      continue;
+    }
+    const int64_t waited = NowNs() - since;
+    std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp(waited / 64, kShortestSleepNs, kLongestSleepNs)));
+  }
+}
+
+}  // namespace
+
+StartedMessages::StartedMessages(bool sends, const SentMessage& sent, bool receives, const ExpectedMessage& expected)
+    : sends_(sends), receives_(receives), sent_(sent), expected_(expected) {}
+
+Outcome StartedMessages::StartSend(const Library& mpi, const Channel& channel, const Outgoing& out) {
+  MessageUnderWay message;
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Isend(channel, out, &message.handle));
+  under_way_.push_back(message);
+  return {};
+}
+
+Outcome StartedMessages::StartRecv(const Library& mpi, const Channel& channel, const Incoming& in) {
+  MessageUnderWay message;
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Irecv(channel, in, &message.handle));
+  message.is_received = true;
+  message.incoming = in;
+  under_way_.push_back(message);
+  return {};
+}
+
+Outcome StartedMessages::Start(const Library& mpi, const Channel& channel, const void* data) {
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, sent_.data.tag));
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, expected_.data.tag));
+  has_headers_ = check >= Check::kEvery;
+  Channel on_host = channel;  // the data are in memory of this library
+  on_host.memory = nullptr;
+  const size_t header = has_headers_ ? kHeaderBytes : 0;
+  const size_t limit = channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes;
+  // All memory comes first: MPI must not be left with messages whose memory is freed by an exception.
+  under_way_.reserve(4);
+  const size_t bytes_in = receives_ ? Bytes(expected_.data.count, expected_.data.type) : 0;
+  const size_t bytes_out = sends_ ? Bytes(sent_.data.count, sent_.data.type) : 0;
+  // Room for the largest first message, as in Recv.
+  if (receives_) incoming_.reset(new char[header + std::max(bytes_in, has_headers_ ? kEnclosedBytes : 0)]);
+  if (sends_) outgoing_.reset(new char[header + bytes_out]);
+  // Receives go first, so that what this rank sends to itself, or gets at once, finds its place.
+  if (receives_) {
+    Incoming& in = expected_.data;
+    in.data = incoming_.get() + header;
+    if (has_headers_) {
+      std::memset(incoming_.get(), 0, header);
+      Incoming first{incoming_.get(), static_cast<int64_t>(header + kEnclosedBytes), Type::kUint8, in.source, in.tag};
+      first.may_be_shorter = true;
+      PYCOLLECTIVE_RETURN_IF_FAILED(StartRecv(mpi, on_host, first));
+    }
+    // The sender decides by the same length, so the second message, if there is one, is the next in its order.
+    if (!has_headers_ || bytes_in > limit) PYCOLLECTIVE_RETURN_IF_FAILED(StartRecv(mpi, on_host, in));
+  }
+  if (sends_) {
+    char* const own = outgoing_.get() + header;
+    if (bytes_out > 0) std::memcpy(own, data, bytes_out);
+    sent_.data.data = own;
+    const bool encloses = bytes_out <= limit;
+    if (has_headers_) {
+      const MessageHeader first{CallDescription(sent_.post), sent_.data.count, static_cast<int64_t>(sent_.data.type),
+                                encloses ? DataPlace::kEnclosed : DataPlace::kNextMessage};
+      std::memcpy(outgoing_.get(), &first, header);
+      const auto size = static_cast<int64_t>(header + (encloses ? bytes_out : 0));
+      PYCOLLECTIVE_RETURN_IF_FAILED(StartSend(mpi, on_host, {outgoing_.get(), size, Type::kUint8, sent_.data.dest, sent_.data.tag}));
+    }
+    if (!has_headers_ || !encloses) PYCOLLECTIVE_RETURN_IF_FAILED(StartSend(mpi, on_host, sent_.data));
+  }
+  return {};
+}
+
+Outcome StartedMessages::Wait(const Library& mpi, const Channel& channel, const void** arrived) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Outcome outcome = failed_;
+  // The header comes first: if it tells of other data, the second message never comes, or has another length.
+  bool is_first = has_headers_ && receives_;
+  for (MessageUnderWay& message : under_way_) {
+    if (!outcome.ok() && message.is_received) {
+      mpi.Cancel(&message);
+      continue;
+    }
+    const Outcome ended = mpi.Finish(&message, true);  // MPI reads and writes the memory until then
+    if (outcome.ok()) outcome = ended;
+    if (is_first && outcome.ok()) outcome = CheckHeader(mpi, channel);
+    is_first = false;
+  }
+  if (receives_) *arrived = expected_.data.data;
+  return outcome;
+}
+
+Outcome StartedMessages::CheckHeader(const Library& mpi, const Channel& channel) {
+  MessageHeader header;
+  std::memcpy(&header, incoming_.get(), kHeaderBytes);
+  const Incoming& in = expected_.data;
+  const std::string from = " from rank " + std::to_string(in.source);
+  Outcome outcome{"MPI_Irecv", 0, {}};
+  if (!header.exists()) {
+    outcome.detail = "expected a message that begins with its dtype and shape, got other bytes" + from;
+    outcome.remedy = "Set PYCOLLECTIVE_CHECK alike on all ranks. After an error in a message, end the program.";
+    return outcome;
+  }
+  const size_t limit = channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes;
+  const bool is_enclosed = header.place == DataPlace::kEnclosed, expects_next = Bytes(in.count, in.type) > limit;
+  const Signature &here = expected_.post.signature, &there = header.call.post.signature;
+  const bool is_alike = there.dtype == here.dtype && there.dimensions == here.dimensions;
+  if (is_alike && is_enclosed != expects_next) return {};
+  if (!is_enclosed && !expects_next) {
+    // A small array of an accelerator comes in a message of its own.
+    Channel on_host = channel;
+    on_host.memory = nullptr;
+    if (is_alike) return mpi.Recv(on_host, in);
+    PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, on_host, header, in.source, in.tag));
+  }
+  outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected_.post, SiteText(expected_.post.site)) +
+                   ", got one of " + DescribeMessage(header.call.post, header.call.line) + from;
+  outcome.remedy = "Give both ends the same shape and dtype.";
+  return outcome;
+}
+
+bool StartedMessages::Progress(const Library& mpi) {
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;  // somebody waits for them
+  bool is_done = true;
+  for (MessageUnderWay& message : under_way_) {
+    const Outcome outcome = mpi.Finish(&message, false);
+    if (failed_.ok()) failed_ = outcome;
+    is_done = is_done && message.is_done;
+  }
+  return !is_done;
+}
+
+std::string StartedMessages::Abandon(const Library& mpi) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (MessageUnderWay& message : under_way_) {
+    if (message.is_received) mpi.Cancel(&message);
+  }
+  under_way_.clear();  // so no thread calls MPI for them any more
+  std::string text;
+  if (sends_) text = DescribeMessage(sent_.post, SiteText(sent_.post.site)) + " to rank " + std::to_string(sent_.data.dest);
+  if (receives_) {
+    text += (sends_ ? " and of " : "") + DescribeMessage(expected_.post, SiteText(expected_.post.site)) + " from rank " +
+            std::to_string(expected_.data.source);
+  }
+  return text;
+}
+
+int64_t AddStartedMessages(std::shared_ptr<StartedMessages> started) {
+  const auto nbytes = [](bool has, int64_t count, Type type) { return has ? Bytes(count, type) : 0; };
+  const size_t most = std::max(nbytes(started->sends(), started->sent().data.count, started->sent().data.type),
+                               nbytes(started->receives(), started->expected().data.count, started->expected().data.type));
+  const std::lock_guard<std::mutex> lock(numbered.mutex);
+  if (most > kLeastBytesOfProgress) {
+    if (!numbered.has_thread) {
+      try {
+        std::thread(MakeProgress).detach();
+        numbered.has_thread = true;
+      } catch (const std::system_error&) {  // the messages make progress while somebody waits for them
+      }
+    }
+    numbered.in_progress.push_back(started);
+    numbered.added.notify_one();
+  }
+  do {
+    numbered.last = numbered.last % (kNumbers - 1) + 1;
+  } while (numbered.all.count(numbered.last) != 0);
+  numbered.all.emplace(numbered.last, std::move(started));
+  return numbered.last;
+}
+
+std::shared_ptr<StartedMessages> FindStartedMessages(int64_t number) {
+  const std::lock_guard<std::mutex> lock(numbered.mutex);
+  const auto found = numbered.all.find(number);
+  return found == numbered.all.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<StartedMessages> TakeStartedMessages(int64_t number) {
+  const std::lock_guard<std::mutex> lock(numbered.mutex);
+  const auto found = numbered.all.find(number);
+  if (found == numbered.all.end()) return nullptr;
+  const std::shared_ptr<StartedMessages> started = std::move(found->second);
+  numbered.all.erase(found);
+  return started;
+}
+
 }  // namespace pycollective
+
+// Ends the messages that no program has waited for, so that MPI can end, and returns what they were, a line for each.
+PYCOLLECTIVE_EXPORT const char* pycollective_abandon_messages() {
+  static std::string text;
+  text.clear();
+  std::unordered_map<int64_t, std::shared_ptr<pycollective::StartedMessages>> all;
+  {
+    const std::lock_guard<std::mutex> lock(pycollective::numbered.mutex);
+    all.swap(pycollective::numbered.all);
+    pycollective::numbered.in_progress.clear();
+  }
+  for (const auto& [number, started] : all) text += started->Abandon(*pycollective::library) + "\n";
+  static auto& kept = *new std::vector<decltype(all)>;  // MPI may read the data of sent messages until it ends
+  kept.push_back(std::move(all));
+  return text.c_str();
+}
 
 // Describes a message of a program, from its bytes: "float32[3] at train.py:12 (step)"; "" for bytes without a header.
 PYCOLLECTIVE_EXPORT const char* pycollective_message_header_text(const char* bytes, int64_t nbytes) {
@@ -189,5 +453,6 @@ PYCOLLECTIVE_EXPORT bool pycollective_message_header_encloses(const char* bytes)
 }
 
 namespace {
-const pycollective::Listed listed{PYCOLLECTIVE_TYPED(message_header_text), PYCOLLECTIVE_TYPED(message_header_encloses)};
+const pycollective::Listed listed{PYCOLLECTIVE_TYPED(message_header_text), PYCOLLECTIVE_TYPED(message_header_encloses),
+                                   PYCOLLECTIVE_TYPED(abandon_messages)};
 }  // namespace

@@ -168,6 +168,14 @@ struct Incoming {
   bool may_be_shorter = false;
 };
 
+// A message under way, as Isend and Irecv start it.
+struct MessageUnderWay {
+  int64_t handle = 0;
+  bool is_received = false;  // else it is sent
+  Incoming incoming = {};    // of a message that is received
+  bool is_done = false;
+};
+
 // Consecutive bytes in memory.
 struct MemoryRange {
   void* data;
@@ -213,6 +221,10 @@ class Library {
   virtual Outcome Isend(const Channel&, const Outgoing&, int64_t* handle) const = 0;
   virtual Outcome Irecv(const Channel&, const Incoming&, int64_t* handle) const = 0;
   virtual Outcome WaitAll(std::vector<int64_t>* handles) const = 0;
+  // Ends one started message. If not `waits`, it lets MPI make progress, and ends the message if it is complete.
+  virtual Outcome Finish(MessageUnderWay* message, bool waits) const = 0;
+  // Takes the receive of a started message back, and ends it.
+  virtual Outcome Cancel(MessageUnderWay* message) const = 0;
 
   // Makes a communicator of these ranks of `from` (empty: all ranks), in their order. Only these ranks make this call. The
   // tag distinguishes communicators that several threads make at the same time.

@@ -278,6 +278,35 @@ class LibraryOf : public Library {
     return {};
   }
 
+  Outcome Finish(MessageUnderWay* message, bool waits) const override {
+    if (message->is_done) return {};
+    H request = Handle(message->handle);
+    Status status;
+    int done = 1;
+    if (waits) {
+      message->is_done = true;  // MPI has freed the request, also after an error
+      PYCOLLECTIVE_CALL_WAITING(Complete, &request, &status);
+    } else {
+      const int code = functions_.Test(&request, &done, &status);
+      message->is_done = code != 0 || done != 0;
+      PYCOLLECTIVE_CHECK_CODE(Test, code);
+    }
+    if (done == 0 || !message->is_received) return {};
+    const Incoming& in = message->incoming;
+    const Block<H> block = BlockOf(in.count, in.type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
+    return CheckLength("MPI_Irecv", in, block, &status);
+  }
+
+  Outcome Cancel(MessageUnderWay* message) const override {
+    if (message->is_done || !message->is_received) return {};
+    H request = Handle(message->handle);
+    message->is_done = true;
+    PYCOLLECTIVE_CALL(Cancel, &request);
+    PYCOLLECTIVE_CALL_WAITING(Complete, &request);
+    return {};
+  }
+
   // Communicators --------------------------------------------------------------------------------------------------
 
   Outcome CreateComm(int64_t from, const std::vector<int>& ranks, int tag, int64_t* made) const override {

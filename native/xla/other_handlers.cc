@@ -1,5 +1,6 @@
 // XLA FFI handlers of the operations that are not collectives of one array: the rows OTHER of operations.h.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -238,6 +239,100 @@ ffi::Error Sendrecv(Buffers buffers, const Participants& participants, InToken, 
                 reinterpret_cast<void*>(status)},
                {SignatureOf(kSendrecv, participants, *y), site}});
         });
+  });
+}
+
+// Messages under way: Isendrecv starts them, and its result is their number; WaitRequest has this number as its operand, and ends them. Under
+// jax.vmap the number has the batch axes, and all its elements are equal. 0 stands for no message: JAX makes zeros of cotangents.
+
+constexpr ExchangeOptions kCopied{false, false, false};  // to and from memory of this library
+
+// shape, dtype: of the array that arrives.
+template <typename Buffers>
+ffi::Error Isendrecv(Buffers buffers, const Participants& participants, InToken, In x, OutToken, Out y, ffi::Span<const int64_t> shape,
+                     int64_t dest, int64_t send_tag, int64_t source, int64_t recv_tag, int64_t dtype) {
+  Call call = CallIn(buffers, kIsendrecv, participants);
+  if (participants.callers() > 1) {
+    return call.Error(ffi::ErrorCode::kUnimplemented, "expected a program in which one device of this rank starts messages, got one on " +
+                                                          std::to_string(participants.callers()),
+                      "Use sendrecv or ppermute there.");
+  }
+  Type send_type, recv_type;
+  if (!MoveType(x.element_type(), &send_type)) return call.Unsupported(x.element_type());
+  const auto expected_dtype = static_cast<ffi::DataType>(dtype);
+  if (!MoveType(expected_dtype, &recv_type)) return call.Unsupported(expected_dtype);
+  call.SetDest(dest);
+  if (call.has_dest()) call.AddOperandForNanCheck(x);
+  call.SetSource(source);
+  const Signature sent = SignatureOf(kIsendrecv, participants, x);
+  const Dimensions dimensions(shape);
+  int64_t count = 1;
+  for (const int64_t length : shape) count *= length;
+  Signature expected{kIsendrecv, participants.DtypeOf(0, expected_dtype), count, -1, -1, 0};
+  expected.dimensions = dimensions;
+  const int64_t site = participants.site, numbers = Count(*y);
+  const View in_view = ViewOf(x, send_type), out_view = ViewOf(*y, Type::kFloat32);
+  const ResultMemory result = ResultOf(*y);
+  return call.Run(buffers, call.has_dest() ? sent : expected, NBytes(x), {&result, 1}, [=](Buffers& on, const Library& mpi, const Lane& lane) -> Outcome {
+    if (numbers == 0) return {};  // a batch of none
+    const bool sends = dest != mpi.proc_null(), receives = source != mpi.proc_null();
+    const SentMessage to{{nullptr, in_view.count, send_type, static_cast<int>(dest), static_cast<int>(send_tag)}, {sent, site}};
+    const ExpectedMessage from{{nullptr, count, recv_type, static_cast<int>(source), static_cast<int>(recv_tag)}, {expected, site}};
+    const auto started = std::make_shared<StartedMessages>(sends, to, receives, from);
+    const Outcome outcome = on.Exchange(lane.channel, sends ? in_view : View{}, {}, kCopied, [&](const Channel& channel, const void* in, void*, int64_t) {
+      return started->Start(mpi, channel, in);
+    });
+    const int64_t number = AddStartedMessages(started);
+    PYCOLLECTIVE_RETURN_IF_FAILED(outcome);
+    return on.Exchange(lane.channel, {}, out_view, kCopied, [&](const Channel&, const void*, void* out, int64_t) {
+      std::fill_n(static_cast<float*>(out), numbers, static_cast<float>(number));
+      return Outcome{};
+    });
+  });
+}
+
+template <typename Buffers>
+auto BindIsendrecv() {
+  const auto bind = [] { return BindArray<Buffers>().template Attr<ffi::Span<const int64_t>>("shape"); };
+  return WithAttributes(bind, "dest", "send_tag", "source", "recv_tag", "dtype");
+}
+
+template <typename Buffers>
+ffi::Error WaitRequest(Buffers buffers, const Participants& participants, InToken, In x, OutToken, Out y) {
+  Call call = CallIn(buffers, kWaitRequest, participants);
+  Type type;
+  if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
+  const View numbers = ViewOf(x, Type::kFloat32), arrives = ViewOf(*y, type);
+  const ResultMemory result = ResultOf(*y);
+  if (Buffers::kInHostMemory && numbers.count > 0) {  // for the record; a number on an accelerator is not known yet
+    const auto started = FindStartedMessages(static_cast<int64_t>(*static_cast<const float*>(numbers.data)));
+    if (started != nullptr && started->sends()) call.SetDest(started->sent().data.dest);
+    if (started != nullptr && started->receives()) call.SetSource(started->expected().data.source);
+  }
+  return call.Run(buffers, SignatureOf(kWaitRequest, participants, *y), NBytes(*y), {&result, 1}, [=](Buffers& on, const Library& mpi, const Lane& lane) -> Outcome {
+    if (numbers.count == 0) return {};
+    int64_t number = 0;
+    PYCOLLECTIVE_RETURN_IF_FAILED(on.Exchange(lane.channel, {numbers.data, 1, numbers.element_bytes}, {}, kCopied, [&](const Channel&, const void* in, void*, int64_t) {
+      number = static_cast<int64_t>(*static_cast<const float*>(in));
+      return Outcome{};
+    }));
+    const std::shared_ptr<StartedMessages> started = TakeStartedMessages(number);
+    const void* arrived = nullptr;
+    if (started != nullptr) PYCOLLECTIVE_RETURN_IF_FAILED(started->Wait(mpi, lane.channel, &arrived));
+    const bool is_other = arrived != nullptr && !started->Brings(arrives.count, type);
+    if (is_other || (started == nullptr && number != 0)) {
+      Outcome outcome{"wait", 0, {}};
+      outcome.detail = std::string("expected a request whose messages are under way, got one ") +
+                       (is_other ? "for another array" : "that was waited for, or that this process has not started");
+      outcome.remedy = "Wait once for each request, and change nothing in it.";
+      return outcome;
+    }
+    return on.Exchange(lane.channel, {}, arrives, kCopied, [&](const Channel&, const void*, void* out, int64_t) {
+      const auto nbytes = static_cast<size_t>(arrives.count * arrives.element_bytes);
+      if (nbytes > 0 && arrived != nullptr) std::memcpy(out, arrived, nbytes);
+      if (nbytes > 0 && arrived == nullptr) std::memset(out, 0, nbytes);
+      return Outcome{};
+    });
   });
 }
 

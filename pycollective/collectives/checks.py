@@ -23,6 +23,7 @@ from pycollective.transport.mpi import MPI
 
 Array = jax.Array
 PyTree = Any
+Like = Array | jax.ShapeDtypeStruct
 Groups = Sequence[Sequence[int]] | None
 
 
@@ -41,6 +42,16 @@ def array(where: str, comm: Participants, leaf: Any) -> Array:
             f"{type(leaf).__name__} ({str(error).splitlines()[0]})",
             "Convert it to an array first.",
         )
+
+
+def template(where: str, comm: Participants, leaf: Any) -> Like:
+    """Returns a leaf that tells the shape and dtype of an array that arrives, as an array if it is no template."""
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else array(where, comm, leaf)
+
+
+def filled(template: Like) -> Array:
+    """Returns what stands for an array that does not arrive: the template itself, or zeros if it has no values."""
+    return jnp.zeros(template.shape, template.dtype) if isinstance(template, jax.ShapeDtypeStruct) else template
 
 
 def map_arrays(where: str, comm: Participants, function: Callable[[Array], Any], tree: PyTree) -> PyTree:

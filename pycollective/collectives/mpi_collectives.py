@@ -535,24 +535,16 @@ def recv(
         "tag": checks.tag("recv", comm, "tag", tag, [ANY_TAG]),
         "status": checks.status("recv", comm, status),
     }
-    like = jax.tree.map(lambda leaf: _template("recv", comm, leaf), like)
+    like = jax.tree.map(lambda leaf: checks.template("recv", comm, leaf), like)
     if source is PROC_NULL:
         if status is not None:
             messages.recv_empty_tree(comm=comm, **params)  # MPI writes the status
-        return jax.tree.map(_filled, like)
+        return jax.tree.map(checks.filled, like)
     return checks.call_with_leaves(
         lambda leaf: messages.recv(leaf, comm=comm, **params),
         like,
         without_leaves=lambda: messages.recv_empty_tree(comm=comm, **params),
     )
-
-
-def _filled(template: Array | jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(template.shape, template.dtype) if isinstance(template, jax.ShapeDtypeStruct) else template
-
-
-def _template(where: str, comm: Communicator, leaf: Any) -> Array | jax.ShapeDtypeStruct:
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else checks.array(where, comm, leaf)
 
 
 def sendrecv(
@@ -633,7 +625,7 @@ def sendrecv(
         )
 
     def exchange_leaf(leaf: Any, template: Any) -> Array:
-        template = _template("sendrecv", comm, template)
+        template = checks.template("sendrecv", comm, template)
         return messages.sendrecv(checks.array("sendrecv", comm, leaf), template, comm=comm, **params)
 
     return checks.call_with_leaves(

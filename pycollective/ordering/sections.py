@@ -29,7 +29,7 @@ _RUN_IN_ORDER = frozenset(
 )
 """Primitives that run the program that they hold in the same way each time."""
 
-_MESSAGES = frozenset({"send", "recv", "sendrecv"})
+_MESSAGES = frozenset({"send", "recv", "sendrecv", "isendrecv", "wait"})
 """Primitives that are no collectives: ranks compare the two ends of a message alone."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Array = jax.Array
 
@@ -80,3 +81,25 @@ def from_wire(y: Array, like: Array | jax.ShapeDtypeStruct) -> Array:
 def moved(bind: Callable[..., Array], x: Array, **params: Any) -> Array:
     """Binds an operation that moves ``x``, in a dtype of whole bytes; the result has the dtype of ``x``."""
     return from_wire(bind(to_wire(x), **params), x)
+
+
+def bits(x: Array) -> Array:
+    """The bits of ``x`` as unsigned integers. XLA adds zeros to them without change, also for -0.0 and NaN.
+
+    A complex number becomes two integers along a new last axis.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return bits(jnp.stack([x.real, x.imag], axis=-1))
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
+
+
+def from_bits(bits: Array, like: Any) -> Array:
+    """The inverse of :func:`bits`, for an array of the dtype of ``like``."""
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        parts = lax.bitcast_convert_type(bits, jnp.finfo(like.dtype).dtype)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    if like.dtype == jnp.bool_:
+        return bits.astype(jnp.bool_)
+    return lax.bitcast_convert_type(bits, like.dtype)

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pycollective.primitives import dtypes
+
 Array = jax.Array
 
 _SMALL_BYTES = 64 << 10
@@ -111,13 +113,13 @@ def bcast(bind: Callable[..., Array], local: LocalDevices, x: Array, *, root: in
     """The root's ``x`` on all devices: the sum of its bits and of zeros, which is exact for every value."""
     if x.size == 0:
         return x
-    bits = _bits(x)
+    bits = dtypes.bits(x)
     own = jnp.where(local.local_index() == root % local.size, bits, jnp.zeros_like(bits))
 
     def over_ranks(part: Array) -> Array:
         return bind(part, root=root // local.size, in_place=(True,))
 
-    return _from_bits(_in_slices(local, own.reshape(-1), "sum", over_ranks).reshape(bits.shape), x)
+    return dtypes.from_bits(_in_slices(local, own.reshape(-1), "sum", over_ranks).reshape(bits.shape), x)
 
 
 def allgather(bind: Callable[..., Array], local: LocalDevices, x: Array, **_: Any) -> Array:
@@ -145,28 +147,6 @@ def alltoall(bind: Callable[..., Array], local: LocalDevices, x: Array, **_: Any
 def _by_rank(local: LocalDevices, x: Array) -> Array:
     """Reshapes ``(ranks * devices, ...)`` to ``(ranks, devices, ...)``."""
     return x.reshape(local.ranks, local.size, *x.shape[1:])
-
-
-def _bits(x: Array) -> Array:
-    """The bits of ``x`` as unsigned integers. XLA adds zeros to them without change, also for -0.0 and NaN.
-
-    A complex number becomes two integers along a new last axis.
-    """
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _bits(jnp.stack([x.real, x.imag], axis=-1))
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint8)
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
-
-
-def _from_bits(bits: Array, like: Any) -> Array:
-    """The inverse of :func:`_bits`, for an array of the dtype of ``like``."""
-    if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        parts = lax.bitcast_convert_type(bits, jnp.finfo(like.dtype).dtype)
-        return lax.complex(parts[..., 0], parts[..., 1])
-    if like.dtype == jnp.bool_:
-        return bits.astype(jnp.bool_)
-    return lax.bitcast_convert_type(bits, like.dtype)
 
 
 STEPS: dict[str, Callable[..., Array | Sequence[Array]]] = {

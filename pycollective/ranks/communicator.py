@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
-from pycollective.errors import message
+from pycollective.errors import fail, integer, message, sequence
 from pycollective.jax_support import jax_internals
 from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators, setup
@@ -27,6 +27,7 @@ from pycollective.ranks.participants import (
     program_fingerprint,
 )
 from pycollective.transport.chosen import transport
+from pycollective.transport.message_constants import PROC_NULL, MessageConstant
 from pycollective.transport.mpi import MPI, host_of, register_communicator
 from pycollective.transport.native import Part, Whole
 from pycollective.transport.watch import waiting
@@ -141,6 +142,7 @@ class Communicator:
             "rank": mpi.rank,
             "size": mpi.size,
             **place,
+            **_place_in_grid(mpi),
             "_out_of_band": OutOfBand(rest, free_tag),
             "_world_ranks": world_ranks,
             "_identity": identity,
@@ -156,9 +158,9 @@ class Communicator:
     @classmethod
     def _of(cls, resources: CommunicatorResources, mpi: MPI.Intracomm) -> Communicator:
         """The object of an MPI communicator: the program's own, or a new one if the program has dropped it."""
-        known: Communicator | None = resources.object(cls)
+        known: Communicator | None = resources.object(Communicator)
         if known is None:
-            known = object.__new__(cls)
+            known = object.__new__(CartCommunicator if "dims" in resources.facts else Communicator)
             for name, value in {**resources.facts, "mpi": mpi, "_resources": resources, "_parts": {}}.items():
                 object.__setattr__(known, name, value)  # the class is frozen
             resources.register_objects(known, mpi)
@@ -250,7 +252,8 @@ class Communicator:
             True
         """
         self._check_live("Communicator.split")
-        return self._split(MPI.UNDEFINED if color is None else color, key, f"{self._name}/{color}")
+        chosen = MPI.UNDEFINED if color is None else color
+        return self._derive(lambda: self.mpi.Split(chosen, key), f"{self._name}/{color}")
 
     def split_by_host(self) -> Communicator:
         """Splits the communicator into one for each host. All its ranks must make this call.
@@ -273,16 +276,23 @@ class Communicator:
             True
         """
         self._check_live("Communicator.split_by_host")
-        made = self._split(self.host_index, self.rank, f"{self._name}/host{self.host_index}")
+        split = functools.partial(self.mpi.Split, self.host_index, self.rank)
+        made = self._derive(split, f"{self._name}/host{self.host_index}")
         assert made is not None
         return made
 
-    def _split(self, color: int, key: int, name: str) -> Communicator | None:
+    def _derive(self, make: Callable[[], MPI.Comm], name: str) -> Communicator | None:
+        """Makes a communicator of some of the ranks; None: this rank is in none. All ranks must make this call.
+
+        Args:
+            make: the function of MPI that makes it.
+            name: its name in messages.
+        """
         with waiting("split", self._identity):
             number = self._resources.split()
             with explain_exhaustion():
-                part = self.mpi.Split(color, key)
-            if color == MPI.UNDEFINED:
+                part = make()
+            if part == MPI.COMM_NULL:
                 return None
             made = Communicator._make(part, name, owned=True)
             self._resources.add_split(number, made._resources)
@@ -365,6 +375,195 @@ class Communicator:
             self._resources.release(mpi=self.mpi)
 
 
+@jax_internals.keep_weakly
+class CartCommunicator(Communicator):
+    """A communicator whose ranks form a Cartesian grid: :func:`make_cart` makes it.
+
+    It is a :class:`Communicator`, so all collectives and messages take it. Its ranks are the points of the grid in
+    row-major order: the last coordinate changes fastest. :meth:`Communicator.split` gives communicators without a grid.
+
+    Args:
+        mpi: an mpi4py communicator with a Cartesian topology, such as ``comm.Create_cart(...)``. All its ranks must
+            make this call. ``Communicator(mpi)`` gives the same object.
+
+    Attributes:
+        dims: the number of ranks along each axis of the grid.
+        periods: for each axis, whether it is a ring.
+        coords: the coordinates of this rank.
+
+    Raises:
+        TypeError: ``mpi`` has no Cartesian topology.
+
+    Source:
+        Virtual topologies (MPI standard, 8.5).
+
+    Example:
+        >>> import pycollective as pc
+        >>> cart = pc.make_cart((0, 1))
+        >>> cart.dims == (pc.world().size, 1) and cart.coords == (cart.rank, 0)
+        True
+    """
+
+    __slots__ = ("coords", "dims", "periods")
+
+    dims: tuple[int, ...]
+    periods: tuple[bool, ...]
+    coords: tuple[int, ...]
+
+    def __new__(cls, mpi: MPI.Intracomm) -> CartCommunicator:
+        if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL or mpi.Get_topology() != MPI.CART:
+            remedy = "Pass comm.Create_cart(dims), or call pycollective.make_cart(dims)."
+            fail(TypeError, "CartCommunicator", None, "an mpi4py communicator with a Cartesian topology", mpi, remedy)
+        return cast("CartCommunicator", super().__new__(cls, mpi))
+
+    def __repr__(self) -> str:
+        return f"Cart{super().__repr__()}"
+
+    def rank_of(self, coords: Sequence[int]) -> int:
+        """Returns the rank at these coordinates.
+
+        Args:
+            coords: a coordinate for each axis. Along a ring they are taken modulo its length.
+
+        Raises:
+            TypeError: a coordinate is no integer.
+            ValueError: another number of coordinates than axes, or a coordinate beyond an open edge.
+
+        Source:
+            MPI_Cart_rank (MPI standard, 8.5.5).
+
+        Example:
+            >>> import pycollective as pc
+            >>> cart = pc.make_cart((0, 0), periods=True)
+            >>> cart.rank_of(cart.coords) == cart.rank == cart.rank_of([-n + c for n, c in zip(cart.dims, cart.coords)])
+            True
+        """
+        where = "CartCommunicator.rank_of"
+        given = tuple(integer(where, self, "a coordinate", coord) for coord in sequence(where, self, "coords", coords))
+        inside = [ring or 0 <= coord < n for coord, n, ring in zip(given, self.dims, self.periods, strict=False)]
+        if len(given) != len(self.dims) or not all(inside):
+            expected = f"{len(self.dims)} coordinates inside the grid {self.dims}"
+            fail(ValueError, where, self, expected, given, "shift() has PROC_NULL beyond open edges.")
+        rank = 0
+        for coord, n in zip(given, self.dims, strict=True):
+            rank = rank * n + coord % n
+        return rank
+
+    def coords_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the coordinates of a rank.
+
+        Raises:
+            TypeError: ``rank`` is no integer.
+            ValueError: ``rank`` is no rank of this communicator.
+
+        Source:
+            MPI_Cart_coords (MPI standard, 8.5.5).
+
+        Example:
+            >>> import pycollective as pc
+            >>> cart = pc.make_cart((0, 0))
+            >>> cart.coords_of(cart.rank) == cart.coords and cart.coords_of(0)
+            (0, 0)
+        """
+        where = "CartCommunicator.coords_of"
+        left = integer(where, self, "rank", rank)
+        if not 0 <= left < self.size:
+            fail(ValueError, where, self, f"a rank from 0 to {self.size - 1}", rank, "Ranks count from 0.")
+        coords = []
+        for n in reversed(self.dims):
+            left, coord = divmod(left, n)
+            coords.append(coord)
+        return tuple(reversed(coords))
+
+    def shift(self, axis: int, displacement: int = 1) -> tuple[int | MessageConstant, int | MessageConstant]:
+        """Returns the ranks with which this rank exchanges when arrays move along an axis of the grid.
+
+        Args:
+            axis: the axis. Negative numbers count from the last one.
+            displacement: how many ranks an array moves up the axis; negative: down. Default 1.
+
+        Returns:
+            The rank that sends to this one, and the rank to which this one sends: ``source`` and ``dest`` of
+            :func:`sendrecv`. Each is :data:`PROC_NULL` beyond an open edge.
+
+        Raises:
+            TypeError: an argument is no integer.
+            ValueError: there is no such axis.
+
+        Source:
+            MPI_Cart_shift (MPI standard, 8.5.6).
+
+        Example:
+            Each rank of an open chain gets the number of the rank before it; rank 0 gets zero:
+
+            >>> import pycollective as pc
+            >>> cart = pc.make_cart((0,))
+            >>> source, dest = cart.shift(0)
+            >>> int(pc.sendrecv(pc.axis_index(cart) + 1, cart, source=source, dest=dest)) == cart.rank
+            True
+        """
+        where = "CartCommunicator.shift"
+        along, step = self._axis(where, axis), integer(where, self, "displacement", displacement)
+        return self._neighbor(along, -step), self._neighbor(along, step)
+
+    def sub(self, remain_dims: Sequence[bool]) -> CartCommunicator:
+        """Splits the grid into grids of fewer axes, such as the rows of a matrix. All its ranks must make this call.
+
+        Args:
+            remain_dims: for each axis, whether it stays: ``(False, True)`` gives each rank the communicator of its row.
+
+        Returns:
+            The communicator of the ranks that have this rank's coordinates along the axes that do not stay. It is freed
+            as a :meth:`Communicator.split` is.
+
+        Raises:
+            ValueError: this communicator was freed; not one truth value for each axis; no axis stays.
+
+        Order:
+            Outside programs, in the order of the calls.
+
+        Source:
+            MPI_Cart_sub (MPI standard, 8.5.7).
+
+        Example:
+            >>> import pycollective as pc
+            >>> row = pc.make_cart((1, 0)).sub((False, True))
+            >>> row.dims == (pc.world().size,)
+            True
+        """
+        where = "CartCommunicator.sub"
+        self._check_live(where)
+        remain = tuple(bool(stays) for stays in sequence(where, self, "remain_dims", remain_dims))
+        if len(remain) != len(self.dims) or not any(remain):
+            expected = f"{len(self.dims)} truth values, one of them true"
+            fail(ValueError, where, self, expected, remain_dims, "Pass (False, True) for the rows of a matrix.")
+        shown = ", ".join(":" if stays else str(coord) for stays, coord in zip(remain, self.coords, strict=True))
+        make = functools.partial(MPI.Cartcomm(self.mpi).Sub, remain)
+        return cast("CartCommunicator", self._derive(make, f"{self._name}[{shown}]"))
+
+    def _axis(self, where: str, axis: int) -> int:
+        """Returns the axis, counted from 0."""
+        ndim = len(self.dims)
+        number = integer(where, self, "axis", axis)
+        if not -ndim <= number < ndim:
+            fail(ValueError, where, self, f"an axis of a grid of {ndim}", axis, "Axes count from 0, as in dims.")
+        return number % ndim
+
+    def _neighbor(self, axis: int, step: int) -> int | MessageConstant:
+        """Returns the rank at a distance along an axis; PROC_NULL beyond an open edge."""
+        coord = self.coords[axis] + step
+        if not self.periods[axis] and not 0 <= coord < self.dims[axis]:
+            return PROC_NULL
+        return self.rank_of([*self.coords[:axis], coord, *self.coords[axis + 1 :]])
+
+    def _line(self, axis: int) -> Participants:
+        """The ranks that have this rank's other coordinates, in the order of the axis. Making it sends no message."""
+        along = range(self.dims[axis])
+        return self._part(
+            tuple(self.rank_of([*self.coords[:axis], coord, *self.coords[axis + 1 :]]) for coord in along)
+        )
+
+
 _made: Counter[tuple[int, ...]] = Counter()
 """How many communicators of these ranks of MPI_COMM_WORLD this process has made since a rank was lost."""
 
@@ -413,6 +612,14 @@ def _place_of_host(mpi: MPI.Intracomm, shared: MPI.Intracomm) -> dict[str, int]:
         "host_index": hosts_so_far[0] - 1,
         "host_count": host_count[0],
     }
+
+
+def _place_in_grid(mpi: MPI.Intracomm) -> dict[str, Any]:
+    """The facts of a communicator with a Cartesian topology about its grid; none for any other communicator."""
+    if mpi.Get_topology() != MPI.CART:
+        return {}
+    dims, periods, coords = MPI.Cartcomm(mpi).Get_topo()
+    return {"dims": tuple(dims), "periods": tuple(map(bool, periods)), "coords": tuple(coords)}
 
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:

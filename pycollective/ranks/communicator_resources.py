@@ -213,6 +213,8 @@ def _mpi_is_freed(mpi: MPI.Comm, _: int, resources: CommunicatorResources) -> No
 def abandon_all(end: str) -> None:
     """Makes all communicators unusable, without a call of MPI. ``end``: why."""
     failures.abandon_all()
+    if end == "finalized":
+        end_messages()
     for resources in in_use.values():
         resources.end = end
     in_use.clear()
@@ -254,4 +256,15 @@ def _tell_unreceived() -> None:
             sys.stderr.write(f"{text}\n")
 
 
+def end_messages() -> None:
+    """Ends the messages that no program has waited for, and writes which they are."""
+    if left := native.abandon_messages():
+        mpi = MPI.COMM_WORLD
+        what = "; ".join(left[:4]) + (f"; ... ({len(left)} in all)" if len(left) > 4 else "")
+        remedy = "Call pycollective.wait for each request: what is received without it is lost."
+        text = message("exit", "a wait for each request", f"none for {what}", remedy, rank=mpi.rank, size=mpi.size)
+        sys.stderr.write(f"{text}\n")
+
+
+rank_exit.check_at_clean_end(end_messages)
 rank_exit.check_at_clean_end(_tell_unreceived)

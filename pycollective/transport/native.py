@@ -456,6 +456,11 @@ def message_header(data: bytes) -> tuple[str, bool]:
     return text, not text or bool(library().pycollective_message_header_encloses(data))
 
 
+def abandon_messages() -> list[str]:
+    """Ends the messages that no program has waited for, so that MPI can end. Returns what they are."""
+    return library().pycollective_abandon_messages().decode().splitlines()
+
+
 def spans_hosts(number: int) -> bool:
     """Whether a communicator or part has ranks on several hosts; the same on all its ranks."""
     return bool(library().pycollective_spans_hosts(ctypes.c_int64(number)))

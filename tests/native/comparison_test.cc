@@ -103,6 +103,8 @@ class Mailboxes final : public pc::Library {
   pc::Outcome Isend(const pc::Channel&, const pc::Outgoing&, int64_t*) const override { return IsCalled(); }
   pc::Outcome Irecv(const pc::Channel&, const pc::Incoming&, int64_t*) const override { return IsCalled(); }
   pc::Outcome WaitAll(std::vector<int64_t>*) const override { return IsCalled(); }
+  pc::Outcome Finish(pc::MessageUnderWay*, bool) const override { return IsCalled(); }
+  pc::Outcome Cancel(pc::MessageUnderWay*) const override { return IsCalled(); }
   pc::Outcome CreateComm(int64_t, const std::vector<int>&, int, int64_t*) const override { return IsCalled(); }
   pc::Outcome FreeComm(int64_t) const override { return IsCalled(); }
   bool IsOwn(pc::Op, pc::Type) const override { return false; }

@@ -130,6 +130,8 @@ class OneHostOfMany final : public pc::Library {
   NOT_CALLED(Isend, const pc::Channel&, const pc::Outgoing&, int64_t*)
   NOT_CALLED(Irecv, const pc::Channel&, const pc::Incoming&, int64_t*)
   NOT_CALLED(WaitAll, std::vector<int64_t>*)
+  NOT_CALLED(Finish, pc::MessageUnderWay*, bool)
+  NOT_CALLED(Cancel, pc::MessageUnderWay*)
 #undef NOT_CALLED
   bool IsOwn(pc::Op, pc::Type) const override { return false; }
   void Abort(int) const override { IsCalled(); }

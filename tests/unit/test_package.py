@@ -120,6 +120,7 @@ def test_the_constants_of_messages_need_neither_mpi_nor_jax() -> None:
             "recv",
             "sendrecv",
             "barrier",
+            "update_halos",
         ),
         *("ragged_exchange", "ragged_all_gather", "ragged_gather", "ragged_scatter"),
     ],

@@ -86,6 +86,8 @@ class NoMpi final : public Library {
   Outcome Isend(const Channel&, const Outgoing&, int64_t*) const override { return Called(); }
   Outcome Irecv(const Channel&, const Incoming&, int64_t*) const override { return Called(); }
   Outcome WaitAll(std::vector<int64_t>*) const override { return Called(); }
+  Outcome Finish(MessageUnderWay*, bool) const override { return Called(); }
+  Outcome Cancel(MessageUnderWay*) const override { return Called(); }
   Outcome CreateComm(int64_t, const std::vector<int>&, int, int64_t*) const override { return Called(); }
   Outcome FreeComm(int64_t) const override { return Called(); }
   bool IsOwn(Op, Type) const override { return false; }
