@@ -117,7 +117,14 @@ CASES: dict[str, Case] = {
         2, 8, 8, 4, 2, {"causal": True, "segment_ids": (ids, ids)}, {"zigzag": True, "keys_at_once": 3}, (4, 16, 16)
     ),
     "documents that some lack": Case(
-        2, 3, 8, 2, 1, {"segment_ids": (documents(6, (1, 5), (2, 3)) + 2, ids)}, {"keys_at_once": 3}, (2, 1, 1, 16)
+        2,
+        3,
+        8,
+        2,
+        1,
+        {"segment_ids": (documents(6, (1, 5), (2, 3)) + 2, ids)},
+        {"keys_at_once": 3, "queries_at_once": 1},
+        (2, 1, 1, 16),
     ),
     "lengths": Case(
         2,
