@@ -109,15 +109,22 @@ CASES: dict[str, Case] = {
     "zigzag": Case(4, 4, 4, 4, 2, {"causal": True}, {"zigzag": True, "keys_at_once": 1, "queries_at_once": 1}),
     "zigzag, more keys, one key head": Case(2, 2, 6, 3, 1, {"causal": True}, {"zigzag": True, "keys_at_once": 2}),
     "window": Case(4, 4, 4, 2, 1, {"local_window_size": (3, 1)}, {"queries_at_once": 2, "keys_at_once": 3}),
-    "window to the left": Case(4, 4, 4, 2, 2, {"causal": True, "local_window_size": (5, 2)}, {}, (16, 16)),
-    "window, in zigzag": Case(4, 4, 4, 2, 2, {"causal": True, "local_window_size": (2, 0)}, {"zigzag": True}),
-    "window without the query": Case(4, 3, 3, 2, 2, {"local_window_size": (5, -2)}, {"keys_at_once": 2}),
-    "window beyond the keys": Case(3, 5, 2, 2, 2, {"local_window_size": (1, 1)}, {}),
+    "window, in zigzag": Case(4, 4, 4, 2, 2, {"causal": True, "local_window_size": (2, 9)}, {"zigzag": True}, (16, 16)),
+    "window without the query and beyond the keys": Case(
+        3, 5, 3, 2, 2, {"local_window_size": (3, -2)}, {"keys_at_once": 2}
+    ),
     "documents, bias": Case(
         2, 8, 8, 4, 2, {"causal": True, "segment_ids": (ids, ids)}, {"zigzag": True, "keys_at_once": 3}, (4, 16, 16)
     ),
     "documents that some lack": Case(
-        2, 3, 8, 2, 1, {"segment_ids": (documents(6, (1, 5), (2, 3)) + 2, ids)}, {"keys_at_once": 3}, (2, 1, 1, 16)
+        2,
+        3,
+        8,
+        2,
+        1,
+        {"segment_ids": (documents(6, (1, 5), (2, 3)) + 2, ids)},
+        {"keys_at_once": 3, "queries_at_once": 1},
+        (2, 1, 1, 16),
     ),
     "lengths": Case(
         2,
@@ -137,11 +144,10 @@ CASES: dict[str, Case] = {
         4,
         2,
         {"mask": random_bools(2, 4, 8, 6) & (np.arange(8) % 3 > 0)[:, None]},
-        {"keys_at_once": 2},
+        {"keys_at_once": 2, "queries_at_once": 2},
         (4, 8, 6),
         dtype=np.float64,
     ),
-    "mask of keys": Case(2, 4, 4, 2, 2, {"mask": random_bools(2, 1, 1, 8)}, {"queries_at_once": 2}, (8, 8)),
 }
 
 
@@ -260,7 +266,7 @@ def factors_by_definition(case: Case) -> np.ndarray:
     return kept / (1 - case.ring["dropout_rate"])
 
 
-@pytest.mark.parametrize(("devices", "in_zigzag"), [(1, False), (2, True), (4, False)])
+@pytest.mark.parametrize(("devices", "in_zigzag"), [(2, True), (4, False)])
 def test_dropout_is_the_same_on_any_number_of_devices(devices: int, in_zigzag: bool) -> None:
     case = DROPPED._replace(devices=devices, queries=16 // devices, keys=16 // devices)
     factors = factors_by_definition(DROPPED).astype(np.float32)
@@ -372,8 +378,7 @@ def test_a_window_needs_few_messages(window: tuple[int, int], options: dict[str,
     assert sent == steps + steps + (steps + (distances[-1] > 0))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_types(check_vma: bool) -> None:
+def test_types() -> None:
     """With all options at once; the bias is the same on all devices, and the batch is cut along another axis."""
     mesh = jax.make_mesh((2, 2), ("data", "i"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     case = Case(2, 4, 4, 4, 2, {}, {})
@@ -393,15 +398,13 @@ def test_types(check_vma: bool) -> None:
                 dropout_rate=0.3,
                 dropout_key=jax.random.key(1),
             )
-            y = jnp.sum(jnp.sin(y) * weights)
-            return lax.psum(y, ("data", "i")) if check_vma else y
+            return lax.psum(jnp.sum(jnp.sin(y) * weights), ("data", "i"))
 
-        dbias, dq = jax.grad(loss, (0, 1))(bias, q)
-        return dbias if check_vma else lax.psum(dbias, ("data", "i")), dq
+        return jax.grad(loss, (0, 1))(bias, q)
 
     both = P("data", "i")
     specs = (P(), both, P("data"), both, both, both, both)
-    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(P(), both), check_vma=check_vma)
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(P(), both))
     got = jax.jit(mapped)(bias, ids, lengths, q, k, v, weights)
 
     def whole(bias: Array, q: Array) -> Array:

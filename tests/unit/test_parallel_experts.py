@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 from pycollective.parallel.experts import Statistics, experts, route
+from pycollective.parallel.tensor import column_parallel, row_parallel
 from tests.cases import values
 
 Array = Any
@@ -148,6 +149,37 @@ def test_both_meanings_of_derivatives(check_vma: bool) -> None:
 
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.grad(whole, (0, 1))(PARAMS, router)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_with_a_tensor_axis(check_vma: bool) -> None:
+    """Each expert's two matrices are cut along an axis of their own. Its devices have the same tokens."""
+    mesh = jax.make_mesh((2, 2), ("i", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    up, down = (jnp.asarray(values(shape, seed=n)) for n, shape in enumerate([(EXPERTS, WIDTH, 4), (EXPERTS, 4, OUT)]))
+
+    def of_experts(up: Array, down: Array, x: Array, logits: Array, model: str | None) -> Array:
+        def one(up: Array, down: Array, tokens: Array) -> Array:
+            if model is None:
+                return jnp.tanh(tokens @ up) @ down
+            return row_parallel(jnp.tanh(column_parallel(tokens, up, model)), down, model)
+
+        apply = functools.partial(jax.vmap(one), up, down)
+        return experts(apply, x, logits, "i", capacity_factor=math.inf)[0]
+
+    def gradients(up: Array, down: Array, x: Array, logits: Array, weights: Array, model: str | None = "model") -> Any:
+        def loss(*args: Array) -> Array:
+            y = jnp.sum(jnp.sin(of_experts(*args, model)) * weights)
+            return lax.psum(y, "i") if check_vma and model else y
+
+        return jax.grad(loss, (0, 1, 2, 3))(up, down, x, logits)
+
+    cut = (P("i", None, "model"), P("i", "model"), P("i"), P("i"))
+    run = jax.shard_map(gradients, mesh=mesh, in_specs=(*cut, P("i")), out_specs=cut, check_vma=check_vma)
+    got = jax.jit(run)(up, down, X, LOGITS, WEIGHTS)
+    arrays = [x[None] for x in (up, down, X, LOGITS, WEIGHTS)]  # one device has all
+    want = jax.jit(jax.vmap(functools.partial(gradients, model=None), axis_name="i"))(*arrays)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("k", "capacity"), [(1, 2), (3, 4), (8, 0)])
