@@ -95,7 +95,7 @@ def mixer() -> Step:
                 x += linen.Dense(128)(linen.gelu(linen.Dense(512)(linen.LayerNorm()(x))))
             return linen.Dense(10)(x.mean(1))
 
-    return classifier(Network(), struct(32, 64, 48))
+    return classifier(Network(), struct(16, 64, 48))
 
 
 def lstm() -> Step:
@@ -106,7 +106,7 @@ def lstm() -> Step:
         def __call__(self, x: Array) -> Array:
             return linen.Dense(10)(linen.RNN(linen.OptimizedLSTMCell(192))(x)[:, -1])
 
-    return classifier(Network(), struct(64, 48, 64))
+    return classifier(Network(), struct(32, 48, 64))
 
 
 def classifier(network: linen.Module, inputs: Any) -> Step:
@@ -129,7 +129,7 @@ def state_space() -> Step:
         return jnp.mean((x - y) ** 2)
 
     layer = {"decay": struct(128), "before": struct(64, 128), "after": struct(128, 64)}
-    return training(loss, [layer] * 2, struct(16, 256, 64), struct(16, 256, 64))
+    return training(loss, [layer] * 2, struct(8, 256, 64), struct(8, 256, 64))
 
 
 def graph() -> Step:
@@ -205,13 +205,13 @@ def transformer() -> Step:
         logits = nnx.merge(abstract, params)(tokens)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
-    tokens = struct(16, length, dtype=jnp.int32)
+    tokens = struct(8, length, dtype=jnp.int32)
     plain = jax.tree.map(lambda x: struct(*x.shape, dtype=x.dtype), params)
     return training(loss, plain, tokens, tokens)
 
 
 def physics() -> Step:
-    """A network that is to solve the heat equation: its first and second derivatives at 2048 points."""
+    """A network that is to solve the heat equation: its first and second derivatives at 1024 points."""
 
     def loss(params: list[Tree], points: Array) -> Array:
         def u(x: Array, t: Array) -> Array:
@@ -228,7 +228,7 @@ def physics() -> Step:
 
     widths = (2, 128, 128, 128, 1)
     layers = [{"w": struct(a, b), "b": struct(b)} for a, b in itertools.pairwise(widths)]
-    return training(loss, layers, struct(2048, 2))
+    return training(loss, layers, struct(1024, 2))
 
 
 STEPS: dict[str, Callable[[], Step]] = {
@@ -246,8 +246,8 @@ STEPS: dict[str, Callable[[], Step]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default=",".join(STEPS), help="some of %(default)s")
-    parser.add_argument("--compilations", type=int, default=10, help="most plans of each step (default %(default)s)")
-    parser.add_argument("--calls", type=int, default=15, help="timed steps of each plan (default %(default)s)")
+    parser.add_argument("--compilations", type=int, default=8, help="most plans of each step (default %(default)s)")
+    parser.add_argument("--calls", type=int, default=10, help="timed steps of each plan (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default %(default)s)")
     parser.add_argument("--profile", type=Path, help="a profile of these ranks (default: it is measured first)")
     options = parser.parse_args()

@@ -74,7 +74,7 @@ class Noise(NamedTuple):
         )
 
     @property
-    def is_high(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether it is more than an idle machine has."""
         return any(own > most for own, most in zip(self, _QUIET, strict=True))
 
@@ -148,7 +148,7 @@ class Profile:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on how far the profile can be trusted."""
-        if self.noise is None or not self.noise.is_high:
+        if self.noise is None or not self.noise.is_busy:
             return ()
         doubt = "times may be too long and plans in the wrong order; measure again while nobody else computes there"
         return (f"the profile was measured on a busy machine ({self.noise}): {doubt}",)

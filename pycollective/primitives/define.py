@@ -76,6 +76,10 @@ def lower(primitive: Primitive, attributes: Callable[..., Attributes] = attribut
     lowering.lower(primitive, for_host, for_accelerator)
 
 
+COLLECTIVES: dict[Primitive, Collective] = {}
+"""All collectives with one operand and one result, by their primitives."""
+
+
 class Collective:
     """A collective with one operand and one result: its primitive, and a function that binds it.
 
@@ -90,6 +94,7 @@ class Collective:
         result_blocks: whether the result has such an axis.
         in_place: whether the result may take the buffer of the operand.
         attributes: a function from the parameters to the attributes of the handler.
+        alone: a function; ``alone(x, **params)`` is the result of one rank. None: the operand, as blocks or not.
 
     Attributes:
         primitive: the primitive.
@@ -104,8 +109,11 @@ class Collective:
         result_blocks: bool = False,
         in_place: bool = False,
         attributes: Callable[..., Attributes] = attributes,
+        alone: Callable[..., Array] | None = None,
     ) -> None:
         self.primitive = primitive(name)
+        self._alone = alone
+        COLLECTIVES[self.primitive] = self
         self._transpose = self if transpose is None else transpose
         self._operand_blocks = operand_blocks
         self._result_blocks = result_blocks
@@ -122,6 +130,13 @@ class Collective:
         passed = Passed.of([x]) if passed is None else passed
         bind = partial(self.primitive.bind, comm=comm, passed=passed, **params, **self._hints)
         return dtypes.reduced(bind, x, params["op"]) if "op" in params else dtypes.moved(bind, x)
+
+    def on_one_rank(self, x: Array, **params: Any) -> Array:
+        """The result of one rank, where nothing is sent; ``params`` are those of the primitive."""
+        if self._alone is not None:
+            return self._alone(x, **params)
+        y = x[0] if self._operand_blocks else x
+        return y[None] if self._result_blocks else y
 
     def _abstract_eval(self, x: Any, *, comm: Participants, **_: Any) -> Any:
         block = x.shape[1:] if self._operand_blocks else x.shape

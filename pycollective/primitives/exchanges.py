@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import jax.numpy as jnp
+
 from pycollective.primitives.define import Collective
 from pycollective.ranks.participants import Participants
 
@@ -27,5 +29,6 @@ ppermute: Collective = Collective(
     "ppermute",
     transpose=lambda ct, *, perm, **params: ppermute(ct, perm=tuple((dest, source) for source, dest in perm), **params),
     attributes=_ppermute_attributes,
+    alone=lambda x, *, perm, **_: x if perm else jnp.zeros_like(x),
 )
 """``y_d = x_s`` for each pair ``(s, d)`` of ``perm``; zeros on ranks that are the destination of no pair."""

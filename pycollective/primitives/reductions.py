@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, batching
 
@@ -153,6 +154,9 @@ scan: Collective = Collective(
 """``y_r = op_{s <= r} x_s``."""
 
 exscan: Collective = Collective(
-    "exscan", transpose=lambda ct, *, comm, **params: exscan(ct, comm=comm._reversed(), **params), in_place=True
+    "exscan",
+    transpose=lambda ct, *, comm, **params: exscan(ct, comm=comm._reversed(), **params),
+    in_place=True,
+    alone=lambda x, **_: jnp.zeros_like(x),
 )
 """``y_r = op_{s < r} x_s``; zeros on rank 0."""

@@ -133,7 +133,7 @@ def test_what_collectives_give_on_one_rank() -> None:
             return jax.lax.scan(body, 0.0, x)[0] + (w**2).sum()
 
         value, grad = jax.value_and_grad(total)(w)
-        return grad, value, jax.lax.cond(value > 0, lambda: pc.psum(value, comm), lambda: value)
+        return grad, value, jax.lax.cond(value > 0, lambda: pc.psum(value, comm), lambda: value), pc.all_gather(w, comm)
 
     w, x = values((5,)), values((3, 5), seed=1)
     alone = without_collectives(step, w, x)
@@ -142,7 +142,8 @@ def test_what_collectives_give_on_one_rank() -> None:
     value = (3 * w + 9 * x.sum(0) * w).sum() + (w**2).sum()
     for found in (alone(w, x), step(w, x)):
         np.testing.assert_allclose(found[0], 3 + 9 * x.sum(0) + 2 * w, rtol=1e-5)
-        np.testing.assert_allclose(found[1:], [value, value], rtol=1e-5)
+        np.testing.assert_allclose(found[1:3], [value, value], rtol=1e-5)
+        np.testing.assert_array_equal(found[3], w[None], strict=True)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_how_much_of_a_prediction_may_be_far_off() -> None:
     one = Plan(Candidate(2, 1, "", ()), (), found, traced.signature)
     [note] = search._notes(traced, [one])
     share = 5 * each[long] / found.seconds
-    assert note.startswith(f"gathers, scatters and sorts take up to {share:.0%} of a plan's predicted time")
+    assert note.startswith(f"gathers, scatters and sorts take up to {share:.1%} of a plan's predicted time")
     assert search._notes(traced, [replace(one, measured=Measured(1.0, None))]) == ()
     assert from_json(as_json(Compiled(work, 3, ()))) == Compiled(work, 3, ())
 

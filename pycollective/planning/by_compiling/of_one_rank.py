@@ -18,28 +18,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from pycollective.errors import fail
 from pycollective.jax_support import jaxprs, rewriting
 from pycollective.ordering.effect import effect
-from pycollective.primitives import exchanges, messages, reductions
+from pycollective.primitives import define, messages, reductions
 from pycollective.spmd.device_program import replace_device_programs
 
 _WHERE = "plan"
-_RESHAPING = {
-    reductions.allreduce_p,
-    messages.barrier_p,
-    *(
-        one.primitive
-        for one in (
-            reductions.reduce,
-            reductions.bcast,
-            reductions.scan,
-            reductions.reduce_scatter,
-            reductions.allgather,
-            exchanges.alltoall,
-            exchanges.gather,
-            exchanges.scatter,
-        )
-    ),
-}
-"""Collectives that on one rank return their operand, with or without an axis of one block."""
 
 
 def with_axis(fun: Callable[..., Any], axis_name: Any) -> Callable[..., Any]:
@@ -133,10 +115,7 @@ _rewriter = rewriting.Rewriter(_change)
 
 
 def _on_one_rank(eqn: JaxprEqn) -> rewriting.Replacement | None:
-    shapes = [var.aval.shape for var in eqn.outvars]
-    is_sent_to_itself = eqn.primitive is exchanges.ppermute.primitive and eqn.params["perm"]
-    if eqn.primitive in _RESHAPING or is_sent_to_itself:
-        return lambda *operands: [x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)]
-    if eqn.primitive in (exchanges.ppermute.primitive, reductions.exscan.primitive):
-        return lambda *operands: [jnp.zeros_like(x) for x in operands]
-    return None
+    if eqn.primitive in (reductions.allreduce_p, messages.barrier_p):
+        return lambda *operands: operands
+    collective = define.COLLECTIVES.get(eqn.primitive)
+    return collective and (lambda x: [collective.on_one_rank(x, **eqn.params)])

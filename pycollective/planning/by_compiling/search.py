@@ -17,6 +17,7 @@ from pycollective.planning.by_compiling.compiled_candidate import Request
 from pycollective.planning.by_compiling.compiling import Compilers
 from pycollective.planning.by_compiling.plans import Measured, Plan, Ranking, devices_of_job
 from pycollective.planning.by_compiling.prediction import Prediction, predict
+from pycollective.planning.by_compiling.program_work import IRREGULAR
 from pycollective.planning.by_compiling.trace import Step, trace
 from pycollective.planning.by_compiling.verify import measure
 from pycollective.planning.profile import ARRAYS, Profile, group_of
@@ -29,6 +30,7 @@ _WHERE = "plan"
 _REFINED = 3  # the best candidates whose arrays are cut in other ways, one after the other
 _NEAR = 1.02  # of an equal share of the computation: there is hardly anything left to gain
 _SLOW = 1.1  # of the fastest plan: what takes longer is not refined
+_IRREGULAR = 0.01  # of the predicted time: these are predicted as passes, and may take many times as long
 _DOUBTFUL = 0.2  # of the predicted time: what is more makes the order of plans doubtful
 _LITTLE = 0.01  # of the fastest plan: arrays that are sent in less are left as they are
 
@@ -129,9 +131,9 @@ def _notes(traced: Step, plans: Sequence[Plan]) -> tuple[str, ...]:
         for why, seconds in prediction.doubtful_s:
             shares[why] = max(seconds / prediction.seconds, shares.get(why, 0.0))
     for why, share in shares.items():
-        if share > _DOUBTFUL:
+        if share > (_IRREGULAR if why == IRREGULAR else _DOUBTFUL):
             notes.append(
-                f"{why} take up to {share:.0%} of a plan's predicted time, and the profile does not know what they"
+                f"{why} take up to {share:.1%} of a plan's predicted time, and the profile does not know what they"
                 " take, so the order of the plans may be wrong; run the best ones with pc.plan(verify=)"
             )
     if traced.leaves and not traced.signature.states:
