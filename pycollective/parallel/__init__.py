@@ -5,6 +5,7 @@ from pycollective.parallel.experts import Routing, Statistics, experts, route
 from pycollective.parallel.finite import LossScaleState, apply_if_finite, scaled_loss
 from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
 from pycollective.parallel.join import join, mean_over_examples
+from pycollective.parallel.master_weights import MasterState, master_weights
 from pycollective.parallel.optimizer import shard_state, unshard_state, zero
 from pycollective.parallel.overlapped_averaging import DelayedState, GossipState, delayed, gossip
 from pycollective.parallel.parts import clip_by_global_norm, for_parts
@@ -44,6 +45,7 @@ __all__ = [
     "Kind",
     "LocalState",
     "LossScaleState",
+    "MasterState",
     "Routing",
     "Schedule",
     "Simulation",
@@ -70,6 +72,7 @@ __all__ = [
     "join_from",
     "join_subnets",
     "local_sgd",
+    "master_weights",
     "mean_over_examples",
     "measured",
     "one_f_one_b",

@@ -32,6 +32,7 @@ from jax import lax
 
 from pycollective.collectives.replicated import with_transpose
 from pycollective.errors import message
+from pycollective.jax_support.jaxprs import split_arrays
 from pycollective.parallel.axes import (
     AxisName,
     Sliced,
@@ -151,8 +152,8 @@ def gathered(
             only.
 
     Returns:
-        A function of slices and of the other arguments of ``fun``, which are arrays. ``fun`` gets parameters with the
-        shapes of ``shapes`` and the dtypes of the slices.
+        A function of slices and of the other arguments of ``fun``. What is no array among these is static, such as a
+        flag ``train=True``. ``fun`` gets parameters with the shapes of ``shapes`` and the dtypes of the slices.
 
     Raises:
         ValueError: the slices do not have the tree or the lengths that ``shapes`` implies; ``wire_dtype`` is no
@@ -190,7 +191,13 @@ def gathered(
     @functools.wraps(fun)
     def of_slices(slices: Tree, *args: Any, **kwargs: Any) -> Any:
         leaves = _checked("gathered", slices, shapes, axis_name)
-        results = checkpointed(leaves, *args, **kwargs)
+        arrays, with_arrays = split_arrays(args, kwargs)
+
+        def of_leaves(leaves: list[Array], arrays: list[Array]) -> Any:
+            args, kwargs = with_arrays(arrays)
+            return fun(_joined(_gathered_rows(leaves, axis_name, wire_dtype), shapes), *args, **kwargs)
+
+        results = jax.checkpoint(of_leaves, policy=policy)(leaves, arrays)
         if has_types(axis_name) and not any(varies(x, axis_name) for x in jax.tree.leaves(results)):
             error = message(
                 "parallel.gathered",
@@ -201,10 +208,6 @@ def gathered(
             raise ValueError(error)
         return results
 
-    def of_leaves(leaves: list[Array], *args: Any, **kwargs: Any) -> Any:
-        return fun(_joined(_gathered_rows(leaves, axis_name, wire_dtype), shapes), *args, **kwargs)
-
-    checkpointed = jax.checkpoint(of_leaves, policy=policy)
     return of_slices
 
 
