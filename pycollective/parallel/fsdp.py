@@ -214,13 +214,12 @@ def gathered(
 def sliced(
     inner: optax.GradientTransformation, shapes: Tree, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies an optimizer to slices, and refuses one whose updates of slices would differ from those of whole arrays.
+    """Applies an optimizer to slices: the updates are slices of those of whole arrays.
 
     Call ``init`` and ``update`` where the axis is bound.
 
     Args:
-        inner: an optimizer that updates each element by its own gradient, state and value. For a norm over all
-            elements use :func:`~pycollective.parallel.clip_by_global_norm`.
+        inner: an optimizer, as in :func:`~pycollective.parallel.zero`. It sees whole arrays.
         shapes: the parameters, or a tree of :class:`jax.ShapeDtypeStruct` with their shapes.
         axis_name: the axis of :func:`shard`.
 
@@ -228,12 +227,12 @@ def sliced(
         The optimizer. Its state is that of ``inner`` for slices, and its updates have the shapes of the slices.
 
     Raises:
-        ValueError: when ``init`` or ``update`` is called: the update of an element depends on other elements, as in
-            LAMB, Adafactor and Muon, or on the shapes of leaves; the slices have another tree than ``shapes``.
+        ValueError: when ``init`` or ``update`` is called: as :func:`~pycollective.parallel.zero`; the slices have
+            another tree, or other shapes, than ``shapes`` implies.
         NameError: when ``init`` or ``update`` is called: the axis is not bound.
 
     Order:
-        No communication but that of ``inner``.
+        Program order, in ``update``: what ``inner`` needs of other devices' slices.
 
     Example:
         >>> import jax, optax
