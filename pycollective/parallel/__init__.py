@@ -8,6 +8,7 @@ from pycollective.parallel.finite import LossScaleState, apply_if_finite, scaled
 from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
 from pycollective.parallel.initialization import initialized_parts, initialized_slices
 from pycollective.parallel.join import join, mean_over_examples
+from pycollective.parallel.master_weights import MasterState, master_weights
 from pycollective.parallel.optimizer import shard_state, unshard_state, zero
 from pycollective.parallel.overlapped_averaging import DelayedState, GossipState, delayed, gossip
 from pycollective.parallel.partition_rules import init_by_rules, match_partition_rules
@@ -55,6 +56,7 @@ __all__ = [
     "LocalState",
     "LossScaleState",
     "RandomStreams",
+    "MasterState",
     "Routing",
     "Schedule",
     "Simulation",
@@ -88,6 +90,7 @@ __all__ = [
     "join_from",
     "join_subnets",
     "local_sgd",
+    "master_weights",
     "mean_over_examples",
     "init_by_rules",
     "match_partition_rules",

@@ -47,6 +47,9 @@ _MARK = 1_000_003
 the state with that length has the shape of parameter i.
 """
 
+CHECKED = "parts_are_checked"
+"""The name of an attribute of ``update`` of an optimizer: it knows how parameters are cut along all axes of parts."""
+
 _MIXES = (
     "LAMB, Adafactor, Muon and optax.clip_by_global_norm do not. parallel.clip_by_global_norm takes the place of the "
     "last."

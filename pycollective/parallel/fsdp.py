@@ -32,6 +32,7 @@ from jax import lax
 
 from pycollective.collectives.replicated import with_transpose
 from pycollective.errors import message
+from pycollective.jax_support.jaxprs import split_arrays
 from pycollective.parallel.axes import (
     AxisName,
     Sliced,
@@ -151,8 +152,8 @@ def gathered(
             only.
 
     Returns:
-        A function of slices and of the other arguments of ``fun``, which are arrays. ``fun`` gets parameters with the
-        shapes of ``shapes`` and the dtypes of the slices.
+        A function of slices and of the other arguments of ``fun``. What is no array among these is static, such as a
+        flag ``train=True``. ``fun`` gets parameters with the shapes of ``shapes`` and the dtypes of the slices.
 
     Raises:
         ValueError: the slices do not have the tree or the lengths that ``shapes`` implies; ``wire_dtype`` is no
@@ -190,7 +191,13 @@ def gathered(
     @functools.wraps(fun)
     def of_slices(slices: Tree, *args: Any, **kwargs: Any) -> Any:
         leaves = _checked("gathered", slices, shapes, axis_name)
-        results = checkpointed(leaves, *args, **kwargs)
+        arrays, with_arrays = split_arrays(args, kwargs)
+
+        def of_leaves(leaves: list[Array], arrays: list[Array]) -> Any:
+            args, kwargs = with_arrays(arrays)
+            return fun(_joined(_gathered_rows(leaves, axis_name, wire_dtype), shapes), *args, **kwargs)
+
+        results = jax.checkpoint(of_leaves, policy=policy)(leaves, arrays)
         if has_types(axis_name) and not any(varies(x, axis_name) for x in jax.tree.leaves(results)):
             error = message(
                 "parallel.gathered",
@@ -201,23 +208,18 @@ def gathered(
             raise ValueError(error)
         return results
 
-    def of_leaves(leaves: list[Array], *args: Any, **kwargs: Any) -> Any:
-        return fun(_joined(_gathered_rows(leaves, axis_name, wire_dtype), shapes), *args, **kwargs)
-
-    checkpointed = jax.checkpoint(of_leaves, policy=policy)
     return of_slices
 
 
 def sliced(
     inner: optax.GradientTransformation, shapes: Tree, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies an optimizer to slices, and refuses one whose updates of slices would differ from those of whole arrays.
+    """Applies an optimizer to slices: the updates are slices of those of whole arrays.
 
     Call ``init`` and ``update`` where the axis is bound.
 
     Args:
-        inner: an optimizer that updates each element by its own gradient, state and value. For a norm over all
-            elements use :func:`~pycollective.parallel.clip_by_global_norm`.
+        inner: an optimizer, as in :func:`~pycollective.parallel.zero`. It sees whole arrays.
         shapes: the parameters, or a tree of :class:`jax.ShapeDtypeStruct` with their shapes.
         axis_name: the axis of :func:`shard`.
 
@@ -225,12 +227,12 @@ def sliced(
         The optimizer. Its state is that of ``inner`` for slices, and its updates have the shapes of the slices.
 
     Raises:
-        ValueError: when ``init`` or ``update`` is called: the update of an element depends on other elements, as in
-            LAMB, Adafactor and Muon, or on the shapes of leaves; the slices have another tree than ``shapes``.
+        ValueError: when ``init`` or ``update`` is called: as :func:`~pycollective.parallel.zero`; the slices have
+            another tree, or other shapes, than ``shapes`` implies.
         NameError: when ``init`` or ``update`` is called: the axis is not bound.
 
     Order:
-        No communication but that of ``inner``.
+        Program order, in ``update``: what ``inner`` needs of other devices' slices.
 
     Example:
         >>> import jax, optax

@@ -7,9 +7,9 @@ parameters are cut into N slices, and each device has the state of its slice:
     u_r, s_r = inner.update(g_r, s_r, slice r of the parameters)
     updates = [u_0 u_1 ...]                                       all_gather
 
-If the inner optimizer updates each element by itself, the result is that of the inner optimizer for the mean of the
-gradients. For P parameters in float32 Adam keeps 8 P / N bytes on each device instead of 8 P. The number of bytes on
-the wire is that of an allreduce.
+The result is that of the inner optimizer for the mean of the gradients: its program for whole arrays is computed in
+slices (:mod:`~pycollective.parallel.partitioned`). For P parameters in float32 Adam keeps 8 P / N bytes on each device
+instead of 8 P. The number of bytes on the wire is that of an allreduce.
 
 Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5.1 (stage 1) and 5.2 (stage 2).
@@ -47,14 +47,14 @@ def zero(
 ) -> optax.GradientTransformationExtraArgs:
     """Lets each device along an axis keep and update the state of ``inner`` for its own slice of the parameters.
 
-    Slice r of the updates is ``inner.update(slice r of mean_s g_s, state_r, slice r of the parameters)``. A parameter
-    is cut as by :func:`shard`, so the leaves of the state are vectors. Call ``init`` and ``update`` where the axis is
-    bound.
+    The updates are those of ``inner`` for the mean of the gradients. A parameter is cut as by :func:`shard`, so the
+    leaves of the state that belong to parameters are vectors. Call ``init`` and ``update`` where the axis is bound.
 
     Args:
-        inner: an optimizer that updates each element by its own gradient, state and value: SGD, Adam, AdamW, Lion and
-            most others. Each trace of a step checks this on the optimizer's program. ``inner`` may contain
-            :func:`clip_by_global_norm` and :func:`apply_if_finite`, and :class:`optax.MultiSteps` around these.
+        inner: an optimizer. It sees whole arrays. What it computes of several elements, such as norms and products of
+            matrices, devices compute together: sums by a collective, other operations by one device for each array.
+            An optimizer that computes collectives over the axis, such as :func:`clip_by_global_norm` and
+            :func:`apply_if_finite`, sees slices; the rest of it must update each element by itself.
         axis_name: the name of the axis of data parallelism, or a tuple of names.
         stage: the stage of ZeRO. 2, the default: a reduce-scatter gives each device its slice of the mean gradients.
             1: an allreduce gives each device all mean gradients, with 1.5 times as many bytes on the wire. The results
@@ -69,13 +69,13 @@ def zero(
     Raises:
         TypeError: ``wire_dtype`` is no floating-point dtype; a parameter is not an array of numbers: a key of
             :mod:`jax.random`, for example.
-        ValueError: the stage is neither 1 nor 2; the update of an element depends on other elements, as in LAMB,
-            Adafactor and Muon, or on the shapes of leaves, as with a mask by ``ndim``; devices may take different
-            branches; by JAX's types, the gradients are averaged already.
+        ValueError: the stage is neither 1 nor 2; ``inner`` computes with arrays from outside, which may differ between
+            devices; it computes with several elements where other axes are bound along which leaves may be cut, and is
+            not :func:`for_parts`; the state is not one of ``init``; by JAX's types, the gradients are averaged already.
         NameError: the axis is not bound.
 
     Order:
-        Program order, in ``update``: the gradients' reduce-scatter, or allreduce for stage 1; the calls of ``inner``;
+        Program order, in ``update``: the gradients' reduce-scatter, or allreduce for stage 1; the calls for ``inner``;
         the updates' all-gather.
 
     Source:
@@ -135,7 +135,8 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
         axis_name: the axis of :func:`zero`.
 
     Returns:
-        A state with the tree, shapes and dtypes of ``inner.init(params)``, the same on all devices. A parameter that
+        A state with the tree, shapes and dtypes of ``inner.init(params)``, the same on all devices. Slices of stacked
+        layers may keep first dimensions. A parameter that
         :func:`optax.masked` or :func:`optax.multi_transform` leaves out has no leaf in it.
 
     Raises:

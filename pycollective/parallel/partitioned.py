@@ -121,6 +121,8 @@ class Program:
         self._gathers: dict[int, list[tuple[_Value, _Value]]] = {}
         self._components: dict[int, list[_Component]] = {}
         self._constants: Arrays = {}
+        self.mixes = ""
+        """What computes with several elements of an array: the name of an operation, or "" if nothing does."""
 
     # Values -------------------------------------------------------------------------------------------------------
 
@@ -311,6 +313,7 @@ class Program:
 
     def _reduction(self, eqn: JaxprEqn, operands: list[_Value], name: str) -> _Value:
         """Plans a reduction of slices to one number."""
+        self.mixes = eqn.primitive.name
         at, aval = max(v.round for v in operands), eqn.outvars[0].aval
         part = _Value(aval, "same", at, True)
         total = _Value(aval, "same", at + 1, True)
@@ -334,13 +337,14 @@ class Program:
     def _whole(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         """Plans an equation that one device computes."""
         for inner in (eqn, *(e for j in jaxprs.inner_jaxprs(eqn) for e in jaxprs.all_equations(j))):
-            if discharge.names_in(inner):
+            if discharge.names_in(inner) and inner.primitive.name not in _CASTS:
                 raise RefusedError(f"computes lax.{inner.primitive.name} of a whole leaf, which devices have in slices")
         for x in (*operands, *eqn.outvars):
             if jax.dtypes.issubdtype(x.aval.dtype, jax.dtypes.extended) and getattr(x, "kind", "whole") != "same":
                 raise RefusedError(f"computes a key by lax.{eqn.primitive.name} from a leaf, which is cut")
         for v in operands:
             _refuse_foreign(v)
+        self.mixes = eqn.primitive.name
         owners = {v.component: None for v in operands if v.component is not None}
         component = next(iter(owners), None)
         if len(owners) != 1 or any(v.round >= component.round for v in operands if v.component is not component):  # type: ignore[union-attr]
@@ -365,6 +369,7 @@ class Program:
             program = Program(self._axis_name, self._devices)
             copies = [dataclasses.replace(v, round=0, others={}) for v in given]
             results.append(program.read(branch, copies))
+            self.mixes = self.mixes or program.mixes
             programs.append(program)
             arguments.append(copies)
         made = []

@@ -20,8 +20,8 @@ from jax import lax
 
 from pycollective.errors import message
 from pycollective.jax_support import jax_internals
-from pycollective.parallel.axes import AxisName, axis_size, has_types, in_order, name_of, names_of, vary
-from pycollective.parallel.elementwise import Check, Cutting, check_numbers
+from pycollective.parallel.axes import AxisName, axis_size, in_order, name_of, names_of, typed, vary
+from pycollective.parallel.elementwise import CHECKED, Check, Cutting, check_numbers
 
 Array = Any
 Tree = Any
@@ -75,6 +75,7 @@ def for_parts(inner: optax.GradientTransformation, specs: Tree = None) -> optax.
         check.at_update(_cut_by_specs(grads if params is None else params, specs), grads, params, extra_args)
         return inner.update(grads, state, params, **extra_args)
 
+    setattr(update, CHECKED, True)
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -135,7 +136,7 @@ def _total(x: Array, names: frozenset[Hashable]) -> Array:
     if not names:
         return x
     ordered = in_order(names)
-    return lax.psum(vary(x, [name for name in ordered if has_types(name)]), ordered)
+    return lax.psum(vary(x, typed(ordered)), ordered)
 
 
 def _cut_along(where: str, tree: Tree, axis_name: AxisName, specs: Tree) -> list[frozenset[Hashable]]:
@@ -151,7 +152,8 @@ def _cut_along(where: str, tree: Tree, axis_name: AxisName, specs: Tree) -> list
         of_leaves = _spec_of_each(where, tree, specs)
         return [slices.union(*map(_names_of_entry, spec)) for spec in of_leaves]
     others = in_order(set(jax_internals.bound_axes()) - slices)
-    unknown = [name for name in others if not has_types(name)]
+    of_types = typed(others)
+    unknown = [name for name in others if name not in of_types]
     if unknown:
         error = message(
             f"parallel.{where}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,18 @@ import numpy as np
 import optax
 
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, Sliced, axis_size, name_of, names_of
-from pycollective.parallel.elementwise import Check, Cutting, Leaves, cut_in_slices, dtype_of, is_number, varying_of
+from pycollective.jax_support import jax_internals
+from pycollective.parallel.axes import AxisName, Sliced, axis_size, in_order, name_of, names_of, typed
+from pycollective.parallel.elementwise import (
+    CHECKED,
+    Check,
+    Cutting,
+    Leaves,
+    cut_in_slices,
+    dtype_of,
+    is_number,
+    varying_of,
+)
 from pycollective.parallel.partitioned import Program, RefusedError, names_axis
 
 Array = Any
@@ -138,7 +148,9 @@ class SlicedOptimizer:
         given = dict(zip(arguments, [*of_grads, *of_params, *of_state, *numbers], strict=True))
         with self._refusals():
             results = program.read(closed, arguments)
-            return self._computed(program, given, results, [*cuts, *state_cuts], made)
+        if program.mixes and not getattr(self._inner.update, CHECKED, False):
+            self._check_other_axes(program.mixes, [*whole_grads.varying, *whole_params.varying])
+        return self._computed(program, given, results, [*cuts, *state_cuts], made)
 
     def _program(self) -> Program:
         return Program(self._axis_name, axis_size(self._where, self._axis_name))
@@ -152,6 +164,25 @@ class SlicedOptimizer:
         ]
         varying = [varying_of(x) if cut is None else varying_of(x) - names for x, cut in zip(leaves, cuts, strict=True)]
         return Leaves(None, structs, varying)
+
+    def _check_other_axes(self, operation: str, varying: Sequence[frozenset[Hashable]]) -> None:
+        """Raises ValueError if leaves may be cut along other axes too, so that a device lacks some of their elements.
+
+        Args:
+            operation: what the optimizer computes of several elements of a leaf.
+            varying: for each leaf the axes along which it varies, by JAX's types.
+        """
+        others = set(jax_internals.bound_axes()).difference(names_of(self._axis_name))
+        unknown = in_order((others - typed(others)) | (others & frozenset[Hashable]().union(*varying)))
+        if unknown:
+            along = ", ".join(map(repr, unknown))
+            expected = f"an optimizer that knows which parameters are cut along {along}"
+            got = f"one that computes lax.{operation} of the elements of a leaf"
+            remedy = (
+                "Wrap it: for_parts(optimizer, specs), with jax.P() where nothing is cut along other axes. Clip by "
+                "parallel.clip_by_global_norm(limit, specs=specs)."
+            )
+            raise ValueError(message(f"parallel.{self._where}", expected, got, remedy))
 
     def _check_state(self, state: Any, started: Any, cuts: Sequence[Sliced | None]) -> None:
         """Raises ValueError if a state is not one that :meth:`init` makes."""

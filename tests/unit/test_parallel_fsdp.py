@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -286,6 +286,38 @@ def test_wrong_slices_are_refused() -> None:
         run(lambda s: {"w": s["w"]})
     with pytest.raises(ValueError, match=r"unshard: expected slices of shape \(2,\) at the only leaf, .* got \(3,\)"):
         jax.vmap(lambda s: fsdp.unshard(s, np.ones(4), AXIS), axis_name=AXIS)(jnp.ones((2, 3)))
+
+
+class Config(NamedTuple):
+    """An argument with an array, a field that is static as an array's node, and one that is no array."""
+
+    scale: Array
+    widen: jax.tree_util.Partial
+    depth: int
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_what_is_no_array_is_static(policy: Any) -> None:
+    """A flag may choose a branch of Python, as a keyword argument, and beside an array in one argument."""
+
+    def model(p: Tree, x: Array, config: Config, *, train: bool, name: str = "tanh") -> Array:
+        y = loss(p, x) * config.scale
+        for _ in range(config.depth):
+            y = config.widen(y)
+        return y if train and name == "tanh" else 2 * y
+
+    def both(params: Tree, x: Array) -> Any:
+        config = Config(x[0, 0], jax.tree_util.Partial(lambda y: 3 * y), 2)
+        slices = fsdp.shard(params, AXIS)
+        of_slices = fsdp.gathered(model, params, AXIS, policy=policy)
+        got, want = (
+            jax.grad(lambda p, f=f: f(p, x, config, train=True) + f(p, x, config, train=False))(p)
+            for f, p in ((of_slices, slices), (model, params))
+        )
+        return fsdp.unshard(got, params, AXIS), jax.tree.map(lambda g: lax.pmean(g, AXIS), want)
+
+    got, want = on_devices("vmap", both, 2, PARAMS)
+    assert_trees(got, want)
 
 
 def test_a_loss_that_is_averaged_already_is_refused() -> None:

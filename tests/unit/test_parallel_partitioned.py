@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from pycollective.jax_support.jaxprs import all_equations
-from pycollective.parallel import fsdp, partitioned, shard_state, unshard_state, zero
+from pycollective.parallel import fsdp, master_weights, partitioned, shard_state, unshard_state, zero
 from pycollective.parallel.per_device import as_varying
 from tests.cases import values
 
@@ -191,7 +191,8 @@ def test_what_devices_exchange() -> None:
     text = traced(zero(optax.lamb(1e-2), "i"), {name: PARAMS[name] for name in ("w", "v", "b")})
     assert text.count("= psum[") == 2  # optax.safe_norm computes a norm, and then a norm again
     text = traced(zero(optax.contrib.muon(1e-2), "i"))
-    assert text.count("= all_to_all[") == 2 * 2  # of float32, and of bfloat16
+    # High matrices, which optax transposes first, of float32 and of bfloat16; and wide ones, of float32.
+    assert text.count("= all_to_all[") == 2 * 2 + 2
     text = traced(zero(optax.adamw(1e-2, mask=large), "i"))
     assert "psum[" not in text
     assert "all_to_all[" not in text
@@ -205,13 +206,13 @@ def test_devices_share_the_work() -> None:
 
 def test_only_the_owner_computes_a_matrix() -> None:
     """The largest matrix belongs to one device, the two others together to the other one."""
-    params = [jnp.ones((8, 4)), jnp.ones((4, 4)), jnp.ones((4, 4))]
+    params = [jnp.ones((4, 8)), jnp.ones((4, 4)), jnp.ones((4, 4))]
     closed = jax.make_jaxpr(
         lambda p: zero(optax.contrib.muon(1e-2), "i").update(p, zero(optax.contrib.muon(1e-2), "i").init(p), p),
         axis_env=[("i", 2)],
     )(params)
     loops = [
-        [sum(e.primitive.name == "while" for e in all_equations(branch.jaxpr)) for branch in eqn.params["branches"]]
+        [sum(e.primitive.name == "scan" for e in all_equations(branch.jaxpr)) for branch in eqn.params["branches"]]
         for eqn in closed.eqns
         if eqn.primitive.name == "cond"
     ]
@@ -283,3 +284,47 @@ def test_init_may_need_the_parameters() -> None:
     )
     state = jax.vmap(zero(inner, "i").init, None, axis_name="i", axis_size=2)(PARAMS)
     assert jax.tree.map(jnp.shape, state) == {"w": (2, 12), "n": (2, 7)}
+
+
+def test_master_weights_in_slices() -> None:
+    """Parameters in bfloat16 are, in each step, the rounded parameters of a training in float32."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), {name: PARAMS[name] for name in ("w", "v", "b")})
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    xs = examples(2)
+
+    def grad(p: Tree, x: Array, i: Array) -> Tree:
+        del i
+        return jax.tree.map(lambda w: jnp.sin(w * 3) * x[0, 0].astype(w.dtype), p)
+
+    def of_device(x: Array) -> Any:
+        optimizer = zero(master_weights(inner), "i")
+        state = optimizer.init(params)
+        p = params
+        for i in range(6):
+            updates, state = optimizer.update(grad(p, x, i), state, p)
+            p = optax.apply_updates(p, updates)
+        return p, state.params
+
+    got, slices = jax.jit(jax.vmap(of_device, axis_name="i"))(xs)
+    p, wide = params, jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    state, narrow_state, narrow = inner.init(wide), inner.init(params), params
+    for i in range(6):
+        mean = jax.tree.map(
+            lambda g: g.astype(jnp.float32),
+            jax.tree.map(lambda a, b: (a + b) / 2, grad(p, xs[0], i), grad(p, xs[1], i)),
+        )
+        updates, state = inner.update(mean, state, wide)
+        wide = optax.apply_updates(wide, updates)
+        p = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
+        lost, narrow_state = inner.update(jax.tree.map(lambda g: g.astype(jnp.bfloat16), mean), narrow_state, narrow)
+        narrow = optax.apply_updates(narrow, lost)
+    for name in params:
+        assert got[name].dtype == jnp.bfloat16
+        assert slices[name].dtype == jnp.float32
+        assert slices[name].shape == (2, -(-params[name].size // 2))
+        np.testing.assert_array_equal(got[name][0], p[name])
+    assert any((p[name] != narrow[name]).any() for name in params)  # bfloat16 alone would have lost updates
+    with pytest.raises(TypeError, match="master_weights: expected a floating-point dtype, got 'int8'"):
+        master_weights(inner, "int8")
+    with pytest.raises(ValueError, match="master_weights: expected the parameters as well"):
+        master_weights(inner).update(params, master_weights(inner).init(params))

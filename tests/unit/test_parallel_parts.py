@@ -88,6 +88,44 @@ def test_the_norm_on_a_mesh_is_that_of_all_parts(way: Any, types: bool) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=str(path))
 
 
+@pytest.mark.parametrize("types", [False, True], ids=["specs", "types"])
+def test_one_norm_over_data_model_and_stages(types: bool) -> None:
+    """What is cut along several axes, along one of them, and along none counts once; and a trust ratio of the last."""
+    specs = {"layers": P("s", None, "m"), "columns": P(None, "m"), "of stages": P("s"), "bias": P()}
+    params = {
+        "layers": values((2, 3, 4), seed=1),
+        "columns": values((5, 2), seed=2),
+        "of stages": values((4,), seed=3),
+        "bias": values((3,), seed=4),
+    }
+    clip = clip_by_global_norm(LIMIT, specs=None if types else specs)
+    ratio = {name: name == "bias" for name in params}
+
+    def of(clip: Any) -> Any:
+        return optax.chain(clip, optax.masked(optax.scale_by_trust_ratio(), ratio), optax.sgd(0.5, momentum=0.9))
+
+    optimizer = zero(for_parts(of(clip), None if types else specs), "d")
+
+    def step(p: Tree, x: Array) -> Tree:
+        return train(optimizer, p, lambda p: gradients(lax.pcast(p, "d", to="varying") if types else p, x[0]))
+
+    on = jax.make_mesh((2, 2, 2), ("d", "m", "s"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mapped = jax.shard_map(step, mesh=on, in_specs=(specs, P("d")), out_specs=specs, check_vma=types)
+    want = train(of(optax.clip_by_global_norm(LIMIT)), params, lambda p: gradients(p, XS.mean()))
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(jax.jit(mapped)(params, XS)), jax.tree.leaves(want), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=str(path))
+
+    bare = zero(of(optax.clip_by_global_norm(LIMIT)), "d")
+    along = "'m', 's'"
+    with pytest.raises(
+        ValueError, match=f"zero: expected an optimizer that knows which parameters are cut along {along}"
+    ):
+        optimizer = bare
+        jax.jit(jax.shard_map(step, mesh=on, in_specs=(specs, P("d")), out_specs=specs, check_vma=types))(params, XS)
+
+
 def traced(optimizer: Any, params: Tree = PARAMS, **axes: int) -> None:
     jax.make_jaxpr(lambda p: optimizer.update(p, optimizer.init(p), p), axis_env=list(axes.items()))(params)
 
