@@ -96,6 +96,7 @@ MOVES = (
     "gather",
     "scatter",
     "sendrecv",
+    "isendrecv",
     "ragged_exchange",
 )
 
