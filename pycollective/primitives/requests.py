@@ -112,12 +112,12 @@ def _isendrecv_attributes(comm: Communicator, route: Route, batch: tuple[int, ..
 
 def _isendrecv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
     (x,), (t,) = primals, tangents
+    if type(t) is not ad.Zero and params["route"].operation == "isend":
+        remedy = "Use isendrecv, sendrecv or ppermute, whose cotangents have a way back."
+        define.refuse_derivative("isend", "one with a result", remedy, params)
     number = isendrecv_p.bind(x, **params)
     if type(t) is ad.Zero:
         return number, ad.Zero(jax.typeof(number).to_tangent_aval())
-    if params["route"].operation == "isend":
-        remedy = "Use isendrecv, sendrecv or ppermute, whose cotangents have a way back."
-        define.refuse_derivative("isend", "one with a result", remedy, params)
     return number, isendrecv_p.bind(t, **params)
 
 
@@ -172,8 +172,8 @@ def _wait_transpose_rule(ct: Any, number: Any, *, route: Route, comm: Communicat
 
 def _wait_batching_rule(args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
     number, *after = args
-    if dims[0] is batching.not_mapped:
-        return wait_p.bind(number, *after, **params), batching.not_mapped
+    if dims[0] is None:  # only `after` has the axis
+        return wait_p.bind(number, *after, **params), None
     return wait_p.bind(jnp.moveaxis(number, dims[0], 0), *after, **params), 0
 
 
