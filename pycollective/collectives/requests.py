@@ -55,7 +55,8 @@ class Request:
     @classmethod
     def tree_unflatten(cls, facts: Any, children: Any) -> Request:
         """The inverse of :meth:`tree_flatten`."""
-        return cls(*children, facts)
+        numbers, kept = children
+        return cls(numbers, kept, facts)
 
     def __repr__(self) -> str:
         operation, comm, *_ = self._facts
@@ -270,7 +271,7 @@ def wait(request: PyTree, *, after: PyTree = None) -> PyTree:
         See :func:`isend`.
     """
 
-    before = [checks.array("wait", None, leaf) for leaf in jax.tree.leaves(after)]
+    before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(after)]
 
     def wait_for(one: Any) -> PyTree:
         if not isinstance(one, Request):

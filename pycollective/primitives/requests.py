@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching
 from pycollective.jax_support import jax_internals
 from pycollective.ordering.effect import effect
 from pycollective.primitives import define
-from pycollective.primitives.messages import Rank
+from pycollective.primitives.messages import Rank, Tag
 from pycollective.primitives.passed import NOTHING, Passed
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport import native
@@ -58,8 +58,8 @@ class Route(NamedTuple):
     received: Template
     source: Rank
     dest: Rank
-    send_tag: int
-    recv_tag: int
+    send_tag: Tag
+    recv_tag: Tag
 
     def back(self) -> Route:
         """The route of the cotangents."""
@@ -170,7 +170,7 @@ def _wait_transpose_rule(ct: Any, number: Any, *, route: Route, comm: Communicat
     return [isendrecv_p.bind(ct, route=route.back(), batch=batch, comm=comm, passed=NOTHING)]
 
 
-def _wait_batching_rule(args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
+def _wait_batching_rule(args: Sequence[Array], dims: Sequence[int | None], **params: Any) -> Any:
     number, *after = args
     if dims[0] is None:  # only `after` has the axis
         return wait_p.bind(number, *after, **params), None

@@ -213,8 +213,10 @@ def test_ends_that_differ(world: pc.Communicator) -> None:
             pc.wait(pc.isend(jnp.ones(sent), part, dest=1))
         if part.rank == 1:
             texts = [
-                rf"CollectiveMismatch: expected a message of float32\[{expected}\] at test_requests.py:\d+ .*"
-                rf"got one of float32\[{sent}\] at test_requests.py:\d+ .*from rank 0",
+                (
+                    rf"CollectiveMismatch: expected a message of float32\[{expected}\] at test_requests.py:\d+ .*"
+                    rf"got one of float32\[{sent}\] at test_requests.py:\d+ .*from rank 0"
+                ),
                 rf"MPI_Irecv: expected {expected} elements, got a shorter message of {sent} ",  # of part two
             ]
             text = rf"wait: ({'|'.join(texts)})"
