@@ -113,6 +113,11 @@ def _neighbours(x: Array, comm: pc.Communicator) -> Array:
     return pc.sendrecv(x, comm, source=(comm.rank - 1) % comm.size, dest=(comm.rank + 1) % comm.size)
 
 
+def _neighbours_by_requests(x: Array, comm: pc.Communicator) -> Array:
+    source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    return pc.wait(pc.isendrecv(x, comm, source=source, dest=dest))
+
+
 def _some(rank: int, other: int = 0) -> int:
     """A number of rows, from 0 to 2."""
     return (rank + other) % 3
@@ -235,6 +240,7 @@ CASES = (
         _two_for_each,
     ),
     Case("sendrecv", _neighbours, lambda xs: jnp.roll(xs, 1, axis=0)),
+    Case("isendrecv", _neighbours_by_requests, lambda xs: jnp.roll(xs, 1, axis=0)),
 )
 
 by_id = {case.id: case for case in CASES}
@@ -243,7 +249,7 @@ EACH_PRIMITIVE = tuple(
     by_id[id_]
     for id_ in (
         *("psum", "pmax", "all_gather", "psum_scatter", "all_to_all_tiled", "ppermute_partial", "broadcast"),
-        *("reduce_last", "gather", "scatter", "scan", "exscan", "ragged_exchange", "sendrecv"),
+        *("reduce_last", "gather", "scatter", "scan", "exscan", "ragged_exchange", "sendrecv", "isendrecv"),
     )
 )
 """One operation of each primitive, for tests of what is around a call. The others differ in the call's options."""

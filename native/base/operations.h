@@ -77,7 +77,7 @@ enum Hierarchy {
   OTHER(send, Send, kMessage, kByMpi, kFlat, BindOperand<Buffers>("dest", "tag"))                                     \
   OTHER(recv, Recv, kMessage, kByMpi, kFlat, BindArray<Buffers>("source", "tag", "process", "status"))                \
   OTHER(isendrecv, Isendrecv, kMessage, kByMpi, kFlat, BindIsendrecv<Buffers>())                                      \
-  OTHER(wait, WaitRequest, kMessage, kByMpi, kFlat, BindArray<Buffers>())
+  OTHER(wait, WaitRequest, kMessage, kByMpi, kFlat, BindArrays<Buffers>())
 
 // HALF(name, Name, binding): half of an allreduce, for accelerators alone. Its handler, the function Name, stands in
 // allreduce_halves.cc.

@@ -303,23 +303,27 @@ Outcome StartedMessages::Start(const Library& mpi, const Channel& channel, const
 Outcome StartedMessages::Wait(const Library& mpi, const Channel& channel, const void** arrived) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Outcome outcome = failed_;
-  // The header comes first: if it tells of other data, the second message never comes, or has another length.
-  bool is_first = has_headers_ && receives_;
+  bool cancels = !outcome.ok();
+  bool is_header = has_headers_ && receives_;  // it comes first
   for (MessageUnderWay& message : under_way_) {
-    if (!outcome.ok() && message.is_received) {
+    if (cancels && message.is_received) {
       mpi.Cancel(&message);
       continue;
     }
     const Outcome ended = mpi.Finish(&message, true);  // MPI reads and writes the memory until then
     if (outcome.ok()) outcome = ended;
-    if (is_first && outcome.ok()) outcome = CheckHeader(mpi, channel);
-    is_first = false;
+    if (is_header) {
+      bool has_next = false;
+      if (outcome.ok()) outcome = CheckHeader(mpi, channel, &has_next);
+      cancels = !outcome.ok() && !has_next;  // a second message of other data is received, lest its sender wait
+      is_header = false;
+    }
   }
   if (receives_) *arrived = expected_.data.data;
   return outcome;
 }
 
-Outcome StartedMessages::CheckHeader(const Library& mpi, const Channel& channel) {
+Outcome StartedMessages::CheckHeader(const Library& mpi, const Channel& channel, bool* has_next) {
   MessageHeader header;
   std::memcpy(&header, incoming_.get(), kHeaderBytes);
   const Incoming& in = expected_.data;
@@ -333,6 +337,7 @@ Outcome StartedMessages::CheckHeader(const Library& mpi, const Channel& channel)
   const size_t limit = channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes;
   const bool is_enclosed = header.place == DataPlace::kEnclosed, expects_next = Bytes(in.count, in.type) > limit;
   const Signature &here = expected_.post.signature, &there = header.call.post.signature;
+  *has_next = !is_enclosed;
   const bool is_alike = there.dtype == here.dtype && there.dimensions == here.dimensions;
   if (is_alike && is_enclosed != expects_next) return {};
   if (!is_enclosed && !expects_next) {

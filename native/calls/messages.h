@@ -66,7 +66,8 @@ class StartedMessages {
  private:
   Outcome StartSend(const Library& mpi, const Channel& channel, const Outgoing& out);
   Outcome StartRecv(const Library& mpi, const Channel& channel, const Incoming& in);
-  Outcome CheckHeader(const Library& mpi, const Channel& channel);
+  // `has_next`: whether the sender sends the data in a second message.
+  Outcome CheckHeader(const Library& mpi, const Channel& channel, bool* has_next);
 
   const bool sends_, receives_;
   SentMessage sent_;

@@ -242,7 +242,7 @@ ffi::Error Sendrecv(Buffers buffers, const Participants& participants, InToken, 
   });
 }
 
-// Messages under way: Isendrecv starts them, and its result is their number; WaitRequest has this number as its operand, and ends them. Under
+// Messages under way: Isendrecv starts them, and its result is their number; WaitRequest has this number as an operand, and ends them. Under
 // jax.vmap the number has the batch axes, and all its elements are equal. 0 stands for no message: JAX makes zeros of cotangents.
 
 constexpr ExchangeOptions kCopied{false, false, false};  // to and from memory of this library
@@ -297,9 +297,17 @@ auto BindIsendrecv() {
   return WithAttributes(bind, "dest", "send_tag", "source", "recv_tag", "dtype");
 }
 
+// operands: the number, and arrays that XLA is to have computed before.
 template <typename Buffers>
-ffi::Error WaitRequest(Buffers buffers, const Participants& participants, InToken, In x, OutToken, Out y) {
+ffi::Error WaitRequest(Buffers buffers, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
+                       ffi::RemainingRets results) {
   Call call = CallIn(buffers, kWaitRequest, participants);
+  auto operand = operands.get<ffi::AnyBuffer>(0);
+  auto arriving = results.get<ffi::AnyBuffer>(0);
+  if (operand.has_error()) return operand.error();
+  if (arriving.has_error()) return arriving.error();
+  const ffi::AnyBuffer x = *operand;
+  Out y = *arriving;
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
   const View numbers = ViewOf(x, Type::kFloat32), arrives = ViewOf(*y, type);

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from pycollective.transport.mpi import MPI
 
 Array = jax.Array
 PyTree = Any
-Like = Array | jax.ShapeDtypeStruct
+Like: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 Groups = Sequence[Sequence[int]] | None
 
 

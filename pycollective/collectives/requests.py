@@ -55,7 +55,8 @@ class Request:
     @classmethod
     def tree_unflatten(cls, facts: Any, children: Any) -> Request:
         """The inverse of :meth:`tree_flatten`."""
-        return cls(*children, facts)
+        numbers, kept = children
+        return cls(numbers, kept, facts)
 
     def __repr__(self) -> str:
         operation, comm, *_ = self._facts
@@ -218,7 +219,7 @@ def isendrecv(
         ... def step(x):
         ...     request = pc.isendrecv(x, ring, source=source, dest=dest)
         ...     own = jnp.sum(x**2)
-        ...     return own + jnp.sum(pc.wait(request))
+        ...     return own + jnp.sum(pc.wait(request, after=own))
         >>> float(step(jnp.ones(3)))
         6.0
     """
@@ -238,7 +239,7 @@ def isendrecv(
     return _started(where, comm, arrays, tree, templates, route)
 
 
-def wait(request: PyTree) -> PyTree:
+def wait(request: PyTree, *, after: PyTree = None) -> PyTree:
     """Waits until the messages of requests have arrived and have left.
 
     Each request is waited for once, in the program that has started it or in another one. What is never waited for is
@@ -246,6 +247,8 @@ def wait(request: PyTree) -> PyTree:
 
     Args:
         request: a :class:`Request`, or a pytree of them.
+        after: arrays that XLA is to have computed before it waits, so that the messages travel meanwhile. Without them
+            XLA chooses: on CPU devices it often waits first. Default None.
 
     Returns:
         For each request what its function says: None of :func:`isend`, else the arrays that have arrived.
@@ -268,6 +271,8 @@ def wait(request: PyTree) -> PyTree:
         See :func:`isend`.
     """
 
+    before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(after)]
+
     def wait_for(one: Any) -> PyTree:
         if not isinstance(one, Request):
             remedy = "Pass what isend, irecv or isendrecv has returned."
@@ -275,11 +280,15 @@ def wait(request: PyTree) -> PyTree:
         _, comm, routes, tree, templates = one._facts
         given_or_world("wait", comm)
         arrived = [
-            requests.wait(number, route=route, comm=comm) for number, route in zip(one._numbers, routes, strict=True)
+            requests.wait(number, before, route=route, comm=comm)
+            for number, route in zip(one._numbers, routes, strict=True)
         ]
         if tree is None:
             return one._kept
-        leaves = [dtypes.from_wire(y, template) for y, template in zip(arrived, templates, strict=False)]
+        leaves = [
+            dtypes.from_wire(y, template) if impl is None else jax.random.wrap_key_data(y, impl=impl)
+            for y, (template, impl) in zip(arrived, templates, strict=False)
+        ]
         return jax.tree.unflatten(tree, leaves)
 
     return jax.tree.map(wait_for, request, is_leaf=lambda node: isinstance(node, Request))
@@ -318,7 +327,10 @@ def _started(
     numbers = [
         requests.isendrecv(x, route=route, comm=comm, passed=passed) for x, route in zip(sent, routes, strict=True)
     ]
-    return Request(numbers, None, (where, comm, routes, tree, received))
+    # The implementation of keys is known only from an array of them.
+    keys = [jax.dtypes.issubdtype(each.dtype, jax.dtypes.prng_key) for each in received]
+    impls = [jax.random.key_impl(each) if key else None for each, key in zip(templates or (), keys, strict=True)]
+    return Request(numbers, None, (where, comm, routes, tree, tuple(zip(received, impls, strict=True))))
 
 
 def _empty_slice(template: checks.Like) -> Array:

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching
 from pycollective.jax_support import jax_internals
 from pycollective.ordering.effect import effect
 from pycollective.primitives import define
-from pycollective.primitives.messages import Rank
+from pycollective.primitives.messages import Rank, Tag
 from pycollective.primitives.passed import NOTHING, Passed
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport import native
@@ -58,8 +58,8 @@ class Route(NamedTuple):
     received: Template
     source: Rank
     dest: Rank
-    send_tag: int
-    recv_tag: int
+    send_tag: Tag
+    recv_tag: Tag
 
     def back(self) -> Route:
         """The route of the cotangents."""
@@ -83,9 +83,9 @@ def isendrecv(x: Array, *, route: Route, comm: Communicator, passed: Passed = NO
     return number
 
 
-def wait(number: Array, *, route: Route, comm: Communicator) -> Array:
-    """Waits for started messages, and returns the array that has come; zeros if none comes."""
-    arrived: Array = wait_p.bind(number, route=route, comm=comm)
+def wait(number: Array, after: Sequence[Array] = (), *, route: Route, comm: Communicator) -> Array:
+    """Waits for started messages when the arrays ``after`` are there. Returns the array that has come, or zeros."""
+    arrived: Array = wait_p.bind(number, *after, route=route, comm=comm)
     return arrived
 
 
@@ -112,12 +112,12 @@ def _isendrecv_attributes(comm: Communicator, route: Route, batch: tuple[int, ..
 
 def _isendrecv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
     (x,), (t,) = primals, tangents
+    if type(t) is not ad.Zero and params["route"].operation == "isend":
+        remedy = "Use isendrecv, sendrecv or ppermute, whose cotangents have a way back."
+        define.refuse_derivative("isend", "one with a result", remedy, params)
     number = isendrecv_p.bind(x, **params)
     if type(t) is ad.Zero:
         return number, ad.Zero(jax.typeof(number).to_tangent_aval())
-    if params["route"].operation == "isend":
-        remedy = "Use isendrecv, sendrecv or ppermute, whose cotangents have a way back."
-        define.refuse_derivative("isend", "one with a result", remedy, params)
     return number, isendrecv_p.bind(t, **params)
 
 
@@ -147,9 +147,9 @@ batching.primitive_batchers[isendrecv_p] = _isendrecv_batching_rule
 
 
 @wait_p.def_effectful_abstract_eval
-def _wait_abstract_eval(number: Any, *, route: Route, **_: Any) -> Any:
+def _wait_abstract_eval(number: Any, *after: Any, route: Route, **_: Any) -> Any:
     shape, dtype = route.received
-    return jax_internals.result((*number.shape, *shape), dtype, number), {effect}
+    return jax_internals.result((*number.shape, *shape), dtype, number, *after), {effect}
 
 
 def _wait_attributes(comm: Communicator, route: Route) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _wait_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: 
     arrived = wait_p.bind(*primals, **params)
     if type(tangents[0]) is ad.Zero:
         return arrived, ad.Zero(jax.typeof(arrived).to_tangent_aval())
-    return arrived, wait_p.bind(*tangents, **params)
+    return arrived, wait_p.bind(tangents[0], **params)  # `after` is there already, and would be kept for it
 
 
 def _wait_transpose_rule(ct: Any, number: Any, *, route: Route, comm: Communicator) -> list[Any]:
@@ -170,8 +170,11 @@ def _wait_transpose_rule(ct: Any, number: Any, *, route: Route, comm: Communicat
     return [isendrecv_p.bind(ct, route=route.back(), batch=batch, comm=comm, passed=NOTHING)]
 
 
-def _wait_batching_rule(args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
-    return wait_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), 0
+def _wait_batching_rule(args: Sequence[Array], dims: Sequence[int | None], **params: Any) -> Any:
+    number, *after = args
+    if dims[0] is None:  # only `after` has the axis
+        return wait_p.bind(number, *after, **params), None
+    return wait_p.bind(jnp.moveaxis(number, dims[0], 0), *after, **params), 0
 
 
 define.lower(wait_p, _wait_attributes)

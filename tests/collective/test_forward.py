@@ -130,6 +130,7 @@ MOVES = (
     "gather",
     "scatter",
     "sendrecv",
+    "isendrecv",
     "ragged_exchange",
 )
 

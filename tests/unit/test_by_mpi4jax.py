@@ -50,9 +50,10 @@ def test_an_operation_that_it_does_not_know(transport: ByMpi4jax) -> None:
 def test_each_operation_has_a_method() -> None:
     """Over a part of the ranks, too, but the messages, which are a program's own."""
     pc.init()
-    assert set(native.host_targets()) == set(mpi4jax_operations.ATTRIBUTES)
+    refused = {"isendrecv", "wait"}  # mpi4jax has no requests
+    assert set(native.host_targets()) - refused == set(mpi4jax_operations.ATTRIBUTES)
     of_some = vars(mpi4jax_operations._Operations)
-    assert set(native.host_targets()) - set(of_some) == {"recv", "send", "sendrecv"}
+    assert set(native.host_targets()) - set(of_some) == {"recv", "send", "sendrecv", *refused}
 
 
 @pytest.fixture
