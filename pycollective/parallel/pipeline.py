@@ -195,7 +195,7 @@ def forward_pipeline(
         NameError: an axis of ``varying`` is not bound.
 
     Differentiation:
-        Reverse mode fails on the ranks that take part in a message. Take :func:`pipeline` for gradients.
+        Forward mode. Reverse mode raises JAX's error of loops: take :func:`pipeline` for gradients.
 
     Order:
         Program order, which is that of the schedule on each rank. Then the broadcast of the results from the last rank.
