@@ -5,10 +5,12 @@
                                          effect; the object is emptied when programs have failed
 ``compiler.compile_or_get_cached``       wrapped, to disable a pass of XLA, to read programs of global arrays, and to
                                          keep programs out of JAX's cache
+``MeshExecutable.create_cpp_call``       wrapped: without it the second call of a program that was compiled ahead, by
+                                         ``jax.jit(f).lower(x).compile()``, passes no token and so fails
 ``xla_disable_hlo_passes``               an option of XLA's, which JAX hands on
 =======================================  ==============================================================
 
-If JAX lacks one of the first two, the import of this file fails with a message.
+If JAX lacks one of the first three, the import of this file fails with a message.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pycollective.jax_support.jax_internals import OrderedEffect, unsupported
 try:
     from jax._src import compiler
     from jax._src.dispatch import RuntimeTokenSet, runtime_tokens
+    from jax._src.interpreters.pxla import MeshExecutable
 
     for _method, _expected in (("get_token_input", ["eff", "devices"]), ("set_token_result", ["eff", "token"])):
         if list(inspect.signature(getattr(RuntimeTokenSet, _method)).parameters) != ["self", *_expected]:
@@ -33,8 +36,24 @@ try:
     _EXPECTED = ["backend", "computation", "devices", "compile_options"]
     if list(inspect.signature(compiler.compile_or_get_cached).parameters)[:4] != _EXPECTED:
         raise ImportError("compile_or_get_cached has other parameters")
+    _create_cpp_call = MeshExecutable.create_cpp_call
 except (ImportError, AttributeError) as error:
     raise unsupported(error) from error
+
+
+def call_programs_compiled_ahead_with_tokens() -> None:
+    """Lets a program that was compiled ahead take JAX's Python path if it has ordered effects.
+
+    Its C++ path has no tokens. JAX leaves it out for programs with callbacks, as all those with JAX's own ordered
+    effects are.
+    """
+
+    @functools.wraps(_create_cpp_call)
+    def create_cpp_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ordered = getattr(self.unsafe_call, "ordered_effects", ())
+        return None if ordered else _create_cpp_call(self, *args, **kwargs)
+
+    MeshExecutable.create_cpp_call = create_cpp_call
 
 
 def see_each_dispatch(

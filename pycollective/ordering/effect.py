@@ -118,6 +118,7 @@ def _before_dispatch(devices: Sequence[jax.Device]) -> None:
 
 
 jax_dispatch.keep_tokens_out_of_cache()
+jax_dispatch.call_programs_compiled_ahead_with_tokens()
 jax_dispatch.see_each_dispatch(effect, _before_dispatch, dispatch.limit_completions_in_flight)
 
 

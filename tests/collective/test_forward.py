@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
-from tests.cases import CASES, by_id, check_extrema, operands, special_floats, values
+from tests.cases import CASES, EACH_PRIMITIVE, by_id, check_extrema, operands, special_floats, values
 from tests.collective.programs import compare, run
 
 
@@ -43,6 +43,20 @@ def called_twice(f: Any) -> Any:
 def test_call(world: pc.Communicator) -> None:
     # The call goes through CompiledFunction.__call__, as a user's does; compare() compiles beforehand.
     compare(world, CASES, lambda case: [operands(case, world, seed=2)], apply, apply, compiler=called_twice)
+
+
+def compiled_ahead(f: Any) -> Any:
+    """The result of the second call: the first one of a program that was compiled ahead takes another path of JAX."""
+
+    def call(*args: Any) -> Any:
+        program = jax.jit(f).lower(*args).compile()
+        return [program(*args) for _ in range(2)][1]
+
+    return call
+
+
+def test_value_of_a_program_compiled_ahead(world: pc.Communicator) -> None:
+    compare(world, EACH_PRIMITIVE, lambda case: [operands(case, world, seed=5)], apply, apply, compiler=compiled_ahead)
 
 
 def exported(f: Any) -> Any:
