@@ -31,7 +31,8 @@ def operations() -> list[str]:
             "requests",
         )
     ]
-    ours = [name for name, value in found.items() if getattr(value, "__module__", "") in modules]
+    functions = {name: value for name, value in found.items() if not inspect.isclass(value)}
+    ours = [name for name, value in functions.items() if getattr(value, "__module__", "") in modules]
     lines = {name: inspect.getsourcelines(found[name])[1] for name in ours}
     return sorted(ours, key=lambda name: (modules.index(found[name].__module__), lines[name]))
 
