@@ -37,7 +37,7 @@ class Request:
 
     __slots__ = ("_facts", "_kept", "_numbers")
 
-    def __init__(self, numbers: list[Array], kept: PyTree, facts: Any) -> None:
+    def __init__(self, numbers: list[Any], kept: PyTree, facts: Any) -> None:
         """Keeps the arguments.
 
         Args:
