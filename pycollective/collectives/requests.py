@@ -285,10 +285,8 @@ def wait(request: PyTree, *, after: PyTree = None) -> PyTree:
         ]
         if tree is None:
             return one._kept
-        leaves = [
-            dtypes.from_wire(y, template) if impl is None else jax.random.wrap_key_data(y, impl=impl)
-            for y, (template, impl) in zip(arrived, templates, strict=False)
-        ]
+        # A tree without arrays has one message, without elements.
+        leaves = [dtypes.from_wire(y, template) for y, template in zip(arrived, templates, strict=False)]
         return jax.tree.unflatten(tree, leaves)
 
     return jax.tree.map(wait_for, request, is_leaf=lambda node: isinstance(node, Request))
@@ -327,10 +325,7 @@ def _started(
     numbers = [
         requests.isendrecv(x, route=route, comm=comm, passed=passed) for x, route in zip(sent, routes, strict=True)
     ]
-    # The implementation of keys is known only from an array of them.
-    keys = [jax.dtypes.issubdtype(each.dtype, jax.dtypes.prng_key) for each in received]
-    impls = [jax.random.key_impl(each) if key else None for each, key in zip(templates or (), keys, strict=True)]
-    return Request(numbers, None, (where, comm, routes, tree, tuple(zip(received, impls, strict=True))))
+    return Request(numbers, None, (where, comm, routes, tree, received))
 
 
 def _empty_slice(template: checks.Like) -> Array:
