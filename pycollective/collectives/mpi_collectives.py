@@ -587,7 +587,8 @@ def sendrecv(
 
     Differentiation:
         The transpose is :func:`sendrecv` with ``source`` and ``dest`` swapped. What goes to :data:`PROC_NULL` has the
-        derivative zero.
+        derivative zero. A rank whose derivative does not depend on what it received sends no cotangent, and the other
+        rank waits for it: add ``0 * jnp.sum(y)`` to its loss.
 
     Order:
         Program order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ class Request:
         [0, 1, 2]
     """
 
-    __slots__ = ("_facts", "_kept", "_numbers")
+    __slots__ = ("_comm", "_facts", "_kept", "_numbers")
 
     def __init__(self, numbers: list[Any], kept: PyTree, facts: Any) -> None:
         """Keeps the arguments.
@@ -43,10 +44,11 @@ class Request:
         Args:
             numbers: of each message, or pair of messages, its number.
             kept: what the wait returns if no rank sends anything; else None.
-            facts: the operation, the communicator, the routes of the messages, and the structure and the leaves of what
-                arrives, as shapes and dtypes.
+            facts: the operation, a weak reference to the communicator, the routes of the messages, and the structure
+                and the leaves of what arrives, as shapes and dtypes. JAX keeps them with the structures of programs.
         """
         self._numbers, self._kept, self._facts = numbers, kept, facts
+        self._comm: Communicator | None = facts[1]()
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The arrays of the request, and what else it holds."""
@@ -59,8 +61,7 @@ class Request:
         return cls(numbers, kept, facts)
 
     def __repr__(self) -> str:
-        operation, comm, *_ = self._facts
-        return f"Request({operation} on {comm!r})"
+        return f"Request({self._facts[0]} on {self._comm!r})"
 
 
 def isend(x: PyTree, comm: Communicator | None = None, *, dest: int | MessageConstant, tag: int = 0) -> Request:
@@ -110,7 +111,7 @@ def isend(x: PyTree, comm: Communicator | None = None, *, dest: int | MessageCon
     number = checks.tag(where, comm, "tag", tag)
     arrays = jax.tree.leaves(checks.map_arrays(where, comm, lambda leaf: leaf, x))
     if to is PROC_NULL:
-        return Request([], None, (where, comm, (), None, ()))
+        return Request([], None, (where, weakref.ref(comm), (), None, ()))
     route = Route(where, NO_DATA, NO_DATA, PROC_NULL, to, number, 0)
     return _started(where, comm, arrays, None, None, route)
 
@@ -158,7 +159,7 @@ def irecv(like: PyTree, comm: Communicator | None = None, *, source: int | Messa
     number = checks.tag(where, comm, "tag", tag)
     like = jax.tree.map(lambda leaf: checks.template(where, comm, leaf), like)
     if origin is PROC_NULL:
-        return Request([], jax.tree.map(checks.filled, like), (where, comm, (), None, ()))
+        return Request([], jax.tree.map(checks.filled, like), (where, weakref.ref(comm), (), None, ()))
     templates, tree = jax.tree.flatten(like)
     route = Route(where, NO_DATA, NO_DATA, origin, PROC_NULL, 0, number)
     # Under vmap the templates have a batch axis that their shapes do not show. An empty slice of each has it, too.
@@ -201,7 +202,9 @@ def isendrecv(
 
     Differentiation:
         The transpose is :func:`isendrecv` with ``source`` and ``dest`` swapped: it starts where the program waits, and
-        waits where the program starts. So cotangents travel while the program computes, too.
+        waits where the program starts. So cotangents travel while the program computes, too. A rank whose derivative
+        does not depend on what it received sends no cotangent, and the other rank waits for it: add ``0 * jnp.sum(y)``
+        to its loss.
 
     Order:
         Program order. The call waits for no other rank.
@@ -277,18 +280,19 @@ def wait(request: PyTree, *, after: PyTree = None) -> PyTree:
         if not isinstance(one, Request):
             remedy = "Pass what isend, irecv or isendrecv has returned."
             fail(TypeError, "wait", None, "a pycollective.Request, or a pytree of them", repr(one), remedy)
-        _, comm, routes, tree, templates = one._facts
-        given_or_world("wait", comm)
+        _, _, routes, tree, templates = one._facts
+        if one._comm is None:
+            remedy = "Keep the communicator, or the program that has started the messages."
+            fail(ValueError, "wait", None, "a request whose communicator is in use", "one that nothing used", remedy)
+        comm = given_or_world("wait", one._comm)
         arrived = [
             requests.wait(number, before, route=route, comm=comm)
             for number, route in zip(one._numbers, routes, strict=True)
         ]
         if tree is None:
             return one._kept
-        leaves = [
-            dtypes.from_wire(y, template) if impl is None else jax.random.wrap_key_data(y, impl=impl)
-            for y, (template, impl) in zip(arrived, templates, strict=False)
-        ]
+        # A tree without arrays has one message, without elements.
+        leaves = [dtypes.from_wire(y, template) for y, template in zip(arrived, templates, strict=False)]
         return jax.tree.unflatten(tree, leaves)
 
     return jax.tree.map(wait_for, request, is_leaf=lambda node: isinstance(node, Request))
@@ -327,10 +331,7 @@ def _started(
     numbers = [
         requests.isendrecv(x, route=route, comm=comm, passed=passed) for x, route in zip(sent, routes, strict=True)
     ]
-    # The implementation of keys is known only from an array of them.
-    keys = [jax.dtypes.issubdtype(each.dtype, jax.dtypes.prng_key) for each in received]
-    impls = [jax.random.key_impl(each) if key else None for each, key in zip(templates or (), keys, strict=True)]
-    return Request(numbers, None, (where, comm, routes, tree, tuple(zip(received, impls, strict=True))))
+    return Request(numbers, None, (where, weakref.ref(comm), routes, tree, received))
 
 
 def _empty_slice(template: checks.Like) -> Array:

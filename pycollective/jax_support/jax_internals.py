@@ -19,6 +19,8 @@
 ``jax._src.checkify.error_checks``       how ``jax.experimental.checkify`` makes an equation return its errors
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
 ``loops._while_lowering``                lowers each while loop but those that ``transforms`` lowers
+``loops._scan_known_hoisting``           wrapped: takes what is the same in each trip out of a differentiated scan
+``loops._scan_partial_eval_custom``      bound to a wrapped ``partial_eval_jaxpr_nounits``: the same for a checkpoint
 ``pe.partial_eval_jaxpr_custom``         divides a jaxpr as a policy of :func:`jax.checkpoint` says
 ``pe.ensure_enum``, ``RecomputeType``    what such a policy returns
 ``util.weakref_cache_key_types``         types of parameters that no cache of JAX's keeps alive
@@ -42,11 +44,13 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core.primitives import scan_p
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
@@ -97,7 +101,19 @@ try:
         raise ImportError(f"jaxpr_subcomp has no parameter {sorted(_LACKING)}")
     if "effects" not in inspect.signature(DynamicJaxprTrace.make_eqn).parameters:
         raise ImportError("DynamicJaxprTrace.make_eqn has no parameter effects")
-except (ImportError, AttributeError) as error:
+    _EXPECTED = ["jaxpr_known", "known_consts"]
+    if list(inspect.signature(loops._scan_known_hoisting).parameters)[:2] != _EXPECTED:
+        raise ImportError(f"_scan_known_hoisting has other parameters than {_EXPECTED}")
+    _EXPECTED = ["jaxpr", "unknowns", "instantiate"]
+    if list(inspect.signature(pe.partial_eval_jaxpr_nounits).parameters) != _EXPECTED:
+        raise ImportError(f"partial_eval_jaxpr_nounits has other parameters than {_EXPECTED}")
+    _scan_rule = loops._scan_partial_eval_custom
+    if not {"pe", "partial_eval_jaxpr_nounits"} <= {*_scan_rule.__code__.co_names}:
+        raise ImportError("_scan_partial_eval_custom does not call pe.partial_eval_jaxpr_nounits")
+    if pe.partial_eval_jaxpr_custom_rules[scan_p] is not _scan_rule:
+        raise ImportError("the rule of scan is not _scan_partial_eval_custom")
+    _move_to_front = pe.move_binders_to_front
+except (ImportError, AttributeError, KeyError) as error:
     raise unsupported(error) from error
 
 
@@ -302,6 +318,37 @@ def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Itera
         return make_eqn(self, in_tracers, out_avals, primitive, params, reported, *args, **kwargs)
 
     DynamicJaxprTrace.make_eqn = reporting
+
+
+def keep_in_loops(effect: OrderedEffect) -> None:
+    """Lets each trip of a scan make its calls with ``effect`` when JAX divides the scan, to differentiate it.
+
+    JAX evaluates what depends on the constants of the scan alone once, before the loop. It drops the equations whose
+    results nothing uses. It asks for no effects, so a scan with ``effect`` is left as it is here.
+    """
+    hoist, divide = loops._scan_known_hoisting, pe.partial_eval_jaxpr_nounits
+
+    @functools.wraps(hoist)
+    def hoisting(jaxpr: Any, constants: list[Any], residuals: int, *others: Any) -> Any:
+        if effect in jaxpr.effects:
+            return jaxpr, constants, [False] * residuals, []
+        return hoist(jaxpr, constants, residuals, *others)
+
+    @functools.wraps(divide)
+    def dividing(jaxpr: Any, unknowns: Sequence[bool], instantiate: Any) -> Any:
+        if effect not in jaxpr.effects:
+            return divide(jaxpr, unknowns, instantiate)
+        # The first part, before the loop, only hands the constants on; those that are references stay in their places.
+        known = [not each for each in unknowns]
+        avals = [aval for aval, before in zip(jaxpr.in_avals, known, strict=True) if before]
+        handed_on = jax.make_jaxpr(lambda *xs: xs)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+        unnamed = handed_on.jaxpr.replace(debug_info=handed_on.jaxpr.debug_info.with_unknown_names())
+        return ClosedJaxpr(unnamed, []), _move_to_front(jaxpr, known), [True] * len(jaxpr.out_avals), avals
+
+    loops._scan_known_hoisting = hoisting
+    of_rule = SimpleNamespace(**{**vars(pe), divide.__name__: dividing})
+    rule = FunctionType(_scan_rule.__code__, {**vars(loops), "pe": of_rule}, _scan_rule.__name__)
+    pe.partial_eval_jaxpr_custom_rules[scan_p] = rule
 
 
 def allow_in_checkpoint(effect: jax_effects.Effect) -> None:

@@ -109,6 +109,7 @@ def _effects_of(
 
 
 jax_internals.report_effects(_effects_of)
+jax_internals.keep_in_loops(effect)
 
 
 # JAX itself dispatches the programs of plain jax.jit, and our programs inside a transform. Through this hook they wait

@@ -12,6 +12,7 @@ from pycollective.ranks.communicator import CartCommunicator, Communicator
 from pycollective.ranks.ranks_by_value import of_rank, ranks_in, together
 from pycollective.ranks.world import given_or_world
 from pycollective.transport.mpi import MPI
+from pycollective.transport.watch import waiting
 
 _REMEDY = "Pass (0, 0), say: MPI chooses the numbers of two axes."
 
@@ -66,7 +67,8 @@ def make_cart(
         fail(ValueError, where, comm, f"dims for {comm.size} ranks", tuple(given), _REMEDY)
     chosen = tuple(MPI.Compute_dims(comm.size, given)) if 0 in given else tuple(given)
     arguments = (chosen, rings, bool(reorder))
-    by_rank = comm.mpi.allreduce(of_rank(comm.rank, arguments), op=together)
+    with waiting("split", comm._identity):
+        by_rank = comm.mpi.allreduce(of_rank(comm.rank, arguments), op=together)
     if len(by_rank) > 1:
         shown = "; ".join(f"{each} on {name_ranks(ranks_in(by_rank[each]))}" for each in by_rank)
         remedy = "Pass the same dims, periods and reorder on all ranks."

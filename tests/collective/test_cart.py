@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.transport import watch
 
 Array = Any
 Grid = pc.CartCommunicator
@@ -235,9 +237,17 @@ def test_bad_grids(world: pc.Communicator) -> None:
 
 @needs_two
 def test_ranks_with_other_arguments(world: pc.Communicator) -> None:
+    """The comparison is a wait that the monitor sees."""
+
+    def waits() -> list[int]:
+        entries = json.loads(watch.recorder_json(world.rank, world.size, ""))["entries"]
+        return [entry["record_id"] for entry in entries if entry["profiling_name"] == "pycollective:split"]
+
+    before = waits()
     words = r"make_cart: expected the same arguments on all ranks, got \(.*True,.*\) on rank 0; \(.*False,.*\) on rank"
     with pytest.raises(ValueError, match=words):
         pc.make_cart((0, 0), periods=world.rank == 0)
+    assert len(set(waits()) - set(before)) == 1
 
 
 def test_bad_arguments_of_a_grid() -> None:

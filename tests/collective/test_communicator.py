@@ -207,6 +207,10 @@ def test_dropped_splits_are_given_back(world: pc.Communicator) -> None:
             inner = part.split(color=0)
             pc.psum(i, inner)
             pc.psum(i, inner, axis_index_groups=[range(inner.size)])
+        if i in (10, 11):
+            swap = lambda x, part=part: pc.isendrecv(x, part, source=part.rank, dest=part.rank)
+            pc.wait((jax.jit(swap) if i == 10 else swap)(jnp.ones(2)))
+            del swap
     del part, inner
     assert len(communicator_resources.in_use) < before + 2 * 64  # most have gone in the loop
     assert in_use(world) == before
@@ -235,7 +239,7 @@ def test_cycles_are_collected_where_splits_stay(in_cycles: bool, world: pc.Commu
         gc.enable()
 
 
-@pytest.mark.parametrize("what", ["object", "mpi", "inner", "jit", "compiled", "lowered", "loaded", "vjp"])
+@pytest.mark.parametrize("what", ["object", "mpi", "inner", "jit", "compiled", "lowered", "loaded", "vjp", "request"])
 def test_a_split_that_is_used_stays(what: str, world: pc.Communicator) -> None:
     x = jnp.ones(3)
     made = world.split(color=0)
@@ -258,6 +262,8 @@ def test_a_split_that_is_used_stays(what: str, world: pc.Communicator) -> None:
         own = program_of_a_split(world)
     elif what == "vjp":
         own = jax.vjp(f, x)[1]
+    elif what == "request":
+        own = jax.jit(lambda x, part=part: pc.isendrecv(x, part, source=part.rank, dest=part.rank))(x)
     elif what == "loaded":  # it has a number alone
         written = serialize_executable.serialize(jax.jit(region.Region(f)).lower(x).compile())
         own = serialize_executable.deserialize_and_load(*written, execution_devices=jax.local_devices()[:1])
@@ -275,6 +281,8 @@ def test_a_split_that_is_used_stays(what: str, world: pc.Communicator) -> None:
         again = pc.Communicator(of_other[0].mpi if own is None else own)
         assert pc.psum(1, again) == world.size
         assert pc.Communicator(again.mpi) is again
+    elif what == "request":
+        assert pc.wait(own).tolist() == x.tolist()
     elif own is not None:
         own = own.compile() if what == "lowered" else own
         (result,) = own(x) if what == "vjp" else (own(x),)

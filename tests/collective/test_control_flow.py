@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from pycollective.jax_support.jaxprs import inner_jaxprs
+from pycollective.ordering.effect import effect
 from tests.cases import EACH_PRIMITIVE, Case, operands, values
 from tests.collective.programs import compare
 
@@ -124,3 +128,62 @@ def test_a_batched_predicate_runs_both_branches(world: pc.Communicator) -> None:
         return lax.cond(p, lambda: pc.psum(1.0, world), lambda: 0.0)
 
     np.testing.assert_array_equal(jax.vmap(f)(jnp.asarray([True, False])), [world.size, 0])
+
+
+def calls(jaxpr: Any, trips: int = 1) -> Counter[str]:
+    """How often a program makes each call, its loops included."""
+    found: Counter[str] = Counter()
+    for eqn in jaxpr.eqns:
+        inner = inner_jaxprs(eqn)
+        for each in inner:
+            found += calls(each, trips * eqn.params.get("length", 1))
+        if effect in eqn.effects and not inner:
+            found[eqn.primitive.name] += trips
+    return found
+
+
+def recompute(f: Function) -> Function:
+    return jax.checkpoint(f)  # type: ignore[no-any-return]
+
+
+def save_all(f: Function) -> Function:
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("around", [lambda f: f, recompute, save_all], ids=["alone", "recompute", "save_all"])
+def test_each_trip_of_a_differentiated_scan_makes_its_calls(
+    around: Callable[[Function], Function], world: pc.Communicator
+) -> None:
+    """Also calls of constants, and calls without used results. Only rank 0 reduces a constant."""
+    neighbour = (world.rank + 1) % world.size
+
+    def loop(x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+        def trip(carry: jax.Array, _: None) -> tuple[jax.Array, Any]:
+            state = lax.stop_gradient(carry)
+            total = pc.psum(jnp.ones(3) if world.rank == 0 else state, world)
+            pc.psum(x, world)
+            request = pc.isend(state, world, dest=neighbour)
+            template = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            arrived = pc.recv(template, world, source=(world.rank - 1) % world.size)
+            pc.wait(request)
+            pc.barrier(world)
+            return jnp.sin(carry) * jnp.cos(w) + total, (total, arrived)
+
+        last, totals = lax.scan(trip, x, length=STEPS)
+        return jnp.sum(last), totals
+
+    x, w = jnp.arange(3.0) + world.rank, jnp.full(3, 0.5)
+    derivative = jax.value_and_grad(around(loop), (0, 1), has_aux=True)
+    made, expected = calls(jax.make_jaxpr(derivative)(x, w).jaxpr), calls(jax.make_jaxpr(loop)(x, w).jaxpr)
+    if around is recompute:
+        expected["allreduce"] *= 2
+    assert made == expected
+    assert set(made.values()) <= {STEPS, 2 * STEPS, 4 * STEPS}
+    value, (got, gradient) = pc.jit(loop)(x, w), pc.jit(derivative)(x, w)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, value)
+
+    def alone(x: jax.Array, w: jax.Array) -> jax.Array:  # with the totals that the calls have given
+        step = lambda carry, total: (jnp.sin(carry) * jnp.cos(w) + total, None)
+        return jnp.sum(lax.scan(step, x, value[1][0])[0])
+
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), gradient, jax.grad(alone, (0, 1))(x, w))

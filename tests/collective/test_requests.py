@@ -116,6 +116,16 @@ def test_a_request_is_a_value(world: pc.Communicator) -> None:
 
     key = pc.wait(swap(jax.random.key(world.rank)))
     assert jax.random.key_data(key).tolist() == [0, below]
+    keys = jax.random.split(jax.random.key(world.rank, impl="rbg"), 2)
+    like = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
+    sent = pc.isend(keys, world, dest=above)
+    got = jax.jit(lambda: pc.wait(pc.irecv(like, world, source=below)))()  # keys of which only the dtype is known
+    pc.wait(sent)
+    expected = jax.random.split(jax.random.key(below, impl="rbg"), 2)
+    assert got.dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(expected))
+    swapped = pc.sendrecv(keys, world, source=below, dest=above, like=like)
+    np.testing.assert_array_equal(jax.random.key_data(swapped), jax.random.key_data(expected))
     assert pc.wait(swap({})) == {}
     null = pc.PROC_NULL
     alone = pc.isend(jnp.ones(3), dest=null), pc.irecv(jnp.full(2, 7), source=null)

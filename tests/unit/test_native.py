@@ -21,7 +21,7 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.launch import child_processes
-from pycollective.primitives import define, dtypes, exchanges, messages, ragged, reductions
+from pycollective.primitives import define, dtypes, exchanges, messages, ragged, reductions, requests
 from pycollective.transport import native, native_library, watch
 from tests.standin import compile_cpp
 
@@ -40,7 +40,7 @@ def primitives_of(module: types.ModuleType) -> set[str]:
 
 
 def test_each_primitive_has_its_handlers(world: pc.Communicator) -> None:
-    modules = (reductions, exchanges, ragged, messages)
+    modules = (reductions, exchanges, ragged, messages, requests)
     assert set(native.host_targets()) == set().union(*map(primitives_of, modules))
     assert {f"device_{name}" for name in native.host_targets()} < set(native.device_targets())
     for target in (*native.host_targets(), *native.device_targets()):
