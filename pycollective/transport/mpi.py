@@ -60,7 +60,7 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 HeaderReader = Callable[[bytes], str]
-"""Reads the first message of a message of a program: what that is, and whether no second one follows."""
+"""Reads the first message of a message of a program: what that is."""
 
 __all__ = [
     "MPI",
