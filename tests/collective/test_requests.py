@@ -266,7 +266,7 @@ def test_a_batch_whose_requests_differ(world: pc.Communicator) -> None:
             jax.block_until_ready(wait(jnp.array(chosen), request))
     np.testing.assert_array_equal(wait(jnp.array([True, True]), request), numbers(below, 6).reshape(2, 3))
     for wrong in (jnp.nan, 1e30, -1.0, 0.5):
-        changed = jax.tree.map(lambda number: jnp.full_like(number[0], wrong), request)  # noqa: B023
+        changed = jax.tree.map(lambda number: jnp.full_like(number[0], wrong), request)
         with pytest.raises(RUNTIME_ERRORS, match="wait: expected a request whose messages are under way"):
             jax.block_until_ready(pc.wait(changed))
 
