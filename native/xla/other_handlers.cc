@@ -324,13 +324,13 @@ ffi::Error WaitRequest(Buffers buffers, const Participants& participants, InToke
     PYCOLLECTIVE_RETURN_IF_FAILED(on.Exchange(lane.channel, numbers, {}, kCopied, [&](const Channel&, const void* in, void*, int64_t) {
       const float* const all = static_cast<const float*>(in);
       number = NumberOfMessages(*all);
-      are_equal = std::all_of(all, all + numbers.count, [&](float each) { return each == *all; });
+      are_equal = std::all_of(all, all + numbers.count, [&](float each) { return NumberOfMessages(each) == number; });
       return Outcome{};
     }));
     if (!are_equal) {
       Outcome outcome{"wait", 0, {}};
       outcome.detail = "expected a batch whose elements have one request, since it is one message, got some that have others or none";
-      outcome.remedy = "Under jax.vmap, choose between arrays by lax.cond or jnp.where, not between requests.";
+      outcome.remedy = "Under jax.vmap, wait for each request, and choose between the arrays.";
       return outcome;
     }
     const std::shared_ptr<StartedMessages> started = TakeStartedMessages(number);
