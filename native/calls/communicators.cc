@@ -6,6 +6,8 @@
 #include <deque>
 #include <unordered_map>
 
+#include "calls/messages.h"
+
 namespace pycollective {
 
 // Channels -------------------------------------------------------------------------------------------------------
@@ -275,6 +277,7 @@ void AbandonAll() {
     if (communicator->freed.exchange(true)) continue;
     communicator->lost = true;
     freed.push_back(number);
+    if (communicator->whole == nullptr) EndStartedMessages(nullptr, communicator->ranks->channel(0).permute);
   }
 }
 
@@ -289,6 +292,7 @@ Outcome FreeCommunicator(const Library& mpi, int64_t number) {
     }
     for (; freed.size() > kRemembered; freed.pop_front()) table.erase(freed.front());
   }
+  EndStartedMessages(&mpi, whole->ranks->channel(0).permute);
   Outcome first = whole->ranks->FreeChannels(mpi);
   // MPI may wait for the other ranks, so all ranks must free the parts in one order: that of the map.
   for (const auto& [members, ranks] : whole->parts) {

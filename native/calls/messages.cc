@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -39,7 +40,8 @@ enum class DataPlace : int64_t { kNone = 0, kEnclosed = 0x70636d7367656e63, kNex
 struct MessageHeader {
   CallDescription call;
   int64_t count;  // of the elements that MPI sends, and their type; `call` has the program's
-  int64_t type;
+  int32_t type;
+  int32_t data_tag;  // of the second message; 0: there is none
   DataPlace place;  // the last member: it is there only if the whole header is
 
   bool exists() const { return place == DataPlace::kEnclosed || place == DataPlace::kNextMessage; }
@@ -50,6 +52,7 @@ static_assert(sizeof(MessageHeader) == 272, "ranks send it as bytes, so it must 
 // 2 us, from some 16 KiB on; over TCP, where it takes 10 us, from some 256 KiB on.
 constexpr size_t kEnclosedBytes = 256 << 10;
 constexpr size_t kEnclosedOnOneHost = 16 << 10;
+size_t MostEnclosed(const Channel& channel) { return channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes; }
 // Larger data are received where they belong, and smaller ones copied there: MPI needs a datatype for two places.
 constexpr size_t kCopiedBytes = 32 << 10;
 
@@ -70,13 +73,26 @@ struct MessageMemory {
   }
 };
 
+// The header of a message. The tags of data repeat only after so many messages of this process that none of them is under way.
+MessageHeader HeaderOf(const Library& mpi, const SentMessage& sent, bool encloses) {
+  static std::atomic<int64_t> last{0};
+  const int64_t tag = encloses ? 0 : mpi.largest_tag - last.fetch_add(1, std::memory_order_relaxed) % mpi.data_tags();
+  return {CallDescription(sent.post), sent.data.count, static_cast<int32_t>(sent.data.type), static_cast<int32_t>(tag),
+          encloses ? DataPlace::kEnclosed : DataPlace::kNextMessage};
+}
+
+// The second message for `sent`, after its header.
+Outgoing DataMessage(const SentMessage& sent, const MessageHeader& header) {
+  Outgoing data = sent.data;
+  data.tag = header.data_tag;
+  return data;
+}
+
 // Writes the first message for `sent` at `to`. Larger data are not in it.
-Outgoing FirstMessage(const Channel& channel, const SentMessage& sent, MessageMemory::Message* to) {
+Outgoing FirstMessage(const Library& mpi, const Channel& channel, const SentMessage& sent, MessageMemory::Message* to) {
   const size_t nbytes = Bytes(sent.data.count, sent.data.type);
-  const size_t limit = channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes;
-  const bool encloses = channel.memory == nullptr && nbytes <= limit;
-  to->header = {CallDescription(sent.post), sent.data.count, static_cast<int64_t>(sent.data.type),
-                encloses ? DataPlace::kEnclosed : DataPlace::kNextMessage};
+  const bool encloses = channel.memory == nullptr && nbytes <= MostEnclosed(channel);
+  to->header = HeaderOf(mpi, sent, encloses);
   if (encloses && nbytes > 0) std::memcpy(to->data, sent.data.data, nbytes);
   const auto size = static_cast<int64_t>(sizeof(MessageHeader) + (encloses ? nbytes : 0));
   return {to, size, Type::kUint8, sent.data.dest, sent.data.tag};
@@ -90,11 +106,13 @@ std::string DescribeMessage(const Post& post, const std::string& line) {
 }
 
 // Receives the data of an unexpected message and drops them, so that the sender does not wait without end.
-Outcome Drop(const Library& mpi, const Channel& channel, const MessageHeader& header, int source, int tag) {
+Outcome Drop(const Library& mpi, const Channel& channel, const MessageHeader& header, int source) {
   const auto type = static_cast<Type>(header.type);
+  Channel on_host = channel;
+  on_host.memory = nullptr;
   try {
     std::vector<char> data(Bytes(header.count, type));
-    return mpi.Recv(channel, {data.data(), header.count, type, source, tag});
+    return mpi.Recv(ChannelOfData(on_host), {data.data(), header.count, type, source, header.data_tag});
   } catch (const std::bad_alloc& error) {
     return OutcomeOfException(error);
   }
@@ -106,9 +124,9 @@ Outcome Send(const Library& mpi, const Channel& channel, const SentMessage& sent
   if (check < Check::kEvery) return mpi.Send(channel, sent.data);
   MessageMemory* const memory = MessageMemory::OfThisThread();
   if (memory == nullptr) return NoMemory();
-  const Outcome outcome = mpi.Send(channel, FirstMessage(channel, sent, &memory->sent));
+  const Outcome outcome = mpi.Send(channel, FirstMessage(mpi, channel, sent, &memory->sent));
   const bool is_sent = memory->sent.header.place == DataPlace::kEnclosed;
-  return is_sent || !outcome.ok() ? outcome : mpi.Send(channel, sent.data);
+  return is_sent || !outcome.ok() ? outcome : mpi.Send(ChannelOfData(channel), DataMessage(sent, memory->sent.header));
 }
 
 Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& expected) {
@@ -128,7 +146,6 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
   received.header.place = DataPlace::kNone;
   PYCOLLECTIVE_RETURN_IF_FAILED(in_place ? mpi.RecvInPlaces(channel, first, places) : mpi.Recv(channel, first));
   data.source = envelope.source;  // the data have the header's source, even if the program receives from any rank
-  data.tag = envelope.tag;
   if (!received.header.exists()) {
     Outcome outcome{"MPI_Recv", 0, {}};
     outcome.detail = "expected a message that begins with its dtype and shape, got other bytes from rank " + std::to_string(data.source);
@@ -139,11 +156,14 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
   const CallDescription& described = received.header.call;
   const Signature &here = expected.post.signature, &there = described.post.signature;
   if (there.dtype == here.dtype && there.dimensions == here.dimensions) {
-    if (!is_enclosed) return mpi.Recv(channel, data);
-    if (!in_place && nbytes > 0) PYCOLLECTIVE_RETURN_IF_FAILED(MemoryOf(channel).Copy(data.data, received.data, nbytes));
+    if (!is_enclosed) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(
+          mpi.Recv(ChannelOfData(channel), {data.data, data.count, data.type, data.source, received.header.data_tag}));
+    }
+    if (is_enclosed && !in_place && nbytes > 0) PYCOLLECTIVE_RETURN_IF_FAILED(MemoryOf(channel).Copy(data.data, received.data, nbytes));
     return data.status != nullptr ? mpi.SetReceived(data) : Outcome{};
   }
-  if (!is_enclosed) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, received.header, data.source, data.tag));
+  if (!is_enclosed) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, received.header, data.source));
   Outcome outcome{"MPI_Recv", 0, {}};
   outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected.post, SiteText(expected.post.site)) +
                    ", got one of " + DescribeMessage(described.post, described.line) + " from rank " +
@@ -160,14 +180,15 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
   if (memory == nullptr) return NoMemory();
   std::vector<int64_t> started;
   started.reserve(2);
-  const auto start = [&](const Outgoing& message) {
+  const auto start = [&](const Channel& on, const Outgoing& message) {
     int64_t handle = 0;
-    const Outcome outcome = mpi.Isend(channel, message, &handle);
+    const Outcome outcome = mpi.Isend(on, message, &handle);
     if (outcome.ok()) started.push_back(handle);
     return outcome;
   };
-  Outcome outcome = start(FirstMessage(channel, sent, &memory->sent));
-  if (outcome.ok() && memory->sent.header.place == DataPlace::kNextMessage) outcome = start(sent.data);
+  Outcome outcome = start(channel, FirstMessage(mpi, channel, sent, &memory->sent));
+  const MessageHeader& header = memory->sent.header;
+  if (outcome.ok() && header.place == DataPlace::kNextMessage) outcome = start(ChannelOfData(channel), DataMessage(sent, header));
   try {
     if (outcome.ok()) outcome = Recv(mpi, channel, expected);
   } catch (const std::bad_alloc& error) {  // MPI still reads the messages
@@ -182,8 +203,9 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
 namespace {
 
 constexpr size_t kHeaderBytes = sizeof(MessageHeader);
-// Smaller messages have left with their start.
-constexpr size_t kLeastBytesOfProgress = 16 << 10;
+// Smaller messages have left with their start. The least limit known is that of Open MPI between ranks of one host: 4 KiB with its
+// own header.
+constexpr size_t kLeastBytesOfProgress = 3 << 10;
 // Started requests that MPI may keep waiting for a rank that comes late. MPI moves some 64 KiB in a step.
 constexpr int64_t kShortestSleepNs = 10'000, kLongestSleepNs = 50'000;
 
@@ -258,95 +280,90 @@ Outcome StartedMessages::StartRecv(const Library& mpi, const Channel& channel, c
 Outcome StartedMessages::Start(const Library& mpi, const Channel& channel, const void* data) {
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, sent_.data.tag));
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, expected_.data.tag));
-  has_headers_ = check >= Check::kEvery;
+  const bool has_headers = check >= Check::kEvery;
   Channel on_host = channel;  // the data are in memory of this library
   on_host.memory = nullptr;
-  const size_t header = has_headers_ ? kHeaderBytes : 0;
-  const size_t limit = channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes;
+  const size_t header = has_headers ? kHeaderBytes : 0;
   // All memory comes first: MPI must not be left with messages whose memory is freed by an exception.
   under_way_.reserve(4);
   const size_t bytes_in = receives_ ? Bytes(expected_.data.count, expected_.data.type) : 0;
   const size_t bytes_out = sends_ ? Bytes(sent_.data.count, sent_.data.type) : 0;
   // Room for the largest first message, as in Recv.
-  if (receives_) incoming_.reset(new char[header + std::max(bytes_in, has_headers_ ? kEnclosedBytes : 0)]);
+  if (receives_) incoming_.reset(new char[header + std::max(bytes_in, has_headers ? kEnclosedBytes : 0)]);
   if (sends_) outgoing_.reset(new char[header + bytes_out]);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  data_channel_ = ChannelOfData(on_host);
   // Receives go first, so that what this rank sends to itself, or gets at once, finds its place.
   if (receives_) {
     Incoming& in = expected_.data;
     in.data = incoming_.get() + header;
-    if (has_headers_) {
+    Incoming first = in;
+    if (has_headers) {
       std::memset(incoming_.get(), 0, header);
-      Incoming first{incoming_.get(), static_cast<int64_t>(header + kEnclosedBytes), Type::kUint8, in.source, in.tag};
+      first = {incoming_.get(), static_cast<int64_t>(header + kEnclosedBytes), Type::kUint8, in.source, in.tag};
       first.may_be_shorter = true;
-      PYCOLLECTIVE_RETURN_IF_FAILED(StartRecv(mpi, on_host, first));
     }
-    // The sender decides by the same length, so the second message, if there is one, is the next in its order.
-    if (!has_headers_ || bytes_in > limit) PYCOLLECTIVE_RETURN_IF_FAILED(StartRecv(mpi, on_host, in));
+    PYCOLLECTIVE_RETURN_IF_FAILED(StartRecv(mpi, on_host, first));
+    awaits_header_ = has_headers;
   }
   if (sends_) {
     char* const own = outgoing_.get() + header;
     if (bytes_out > 0) std::memcpy(own, data, bytes_out);
     sent_.data.data = own;
-    const bool encloses = bytes_out <= limit;
-    if (has_headers_) {
-      const MessageHeader first{CallDescription(sent_.post), sent_.data.count, static_cast<int64_t>(sent_.data.type),
-                                encloses ? DataPlace::kEnclosed : DataPlace::kNextMessage};
-      std::memcpy(outgoing_.get(), &first, header);
-      const auto size = static_cast<int64_t>(header + (encloses ? bytes_out : 0));
-      PYCOLLECTIVE_RETURN_IF_FAILED(StartSend(mpi, on_host, {outgoing_.get(), size, Type::kUint8, sent_.data.dest, sent_.data.tag}));
-    }
-    if (!has_headers_ || !encloses) PYCOLLECTIVE_RETURN_IF_FAILED(StartSend(mpi, on_host, sent_.data));
+    if (!has_headers) return StartSend(mpi, on_host, sent_.data);
+    const bool encloses = bytes_out <= MostEnclosed(channel);
+    const MessageHeader first = HeaderOf(mpi, sent_, encloses);
+    std::memcpy(outgoing_.get(), &first, header);
+    const auto size = static_cast<int64_t>(header + (encloses ? bytes_out : 0));
+    PYCOLLECTIVE_RETURN_IF_FAILED(StartSend(mpi, on_host, {outgoing_.get(), size, Type::kUint8, sent_.data.dest, sent_.data.tag}));
+    if (!encloses) PYCOLLECTIVE_RETURN_IF_FAILED(StartSend(mpi, data_channel_, DataMessage(sent_, first)));
   }
   return {};
 }
 
-Outcome StartedMessages::Wait(const Library& mpi, const Channel& channel, const void** arrived) {
+Outcome StartedMessages::Wait(const Library& mpi, const void** arrived) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Outcome outcome = failed_;
-  bool cancels = !outcome.ok();
-  bool is_header = has_headers_ && receives_;  // it comes first
-  for (MessageUnderWay& message : under_way_) {
-    if (cancels && message.is_received) {
-      mpi.Cancel(&message);
-      continue;
-    }
-    const Outcome ended = mpi.Finish(&message, true);  // MPI reads and writes the memory until then
-    if (outcome.ok()) outcome = ended;
-    if (is_header) {
-      bool has_next = false;
-      if (outcome.ok()) outcome = CheckHeader(mpi, channel, &has_next);
-      cancels = !outcome.ok() && !has_next;  // a second message of other data is received, lest its sender wait
-      is_header = false;
-    }
-  }
+  if (receives_ && !failed_.ok() && !under_way_.empty()) mpi.Cancel(&under_way_.front());  // if it has not come
+  // MPI reads and writes the memory until all have ended, also after an error. The header adds the receive of its data.
+  for (size_t i = 0; i < under_way_.size(); ++i) Finish(mpi, i, true);
   if (receives_) *arrived = expected_.data.data;
-  return outcome;
+  return failed_;
 }
 
-Outcome StartedMessages::CheckHeader(const Library& mpi, const Channel& channel, bool* has_next) {
+void StartedMessages::Finish(const Library& mpi, size_t i, bool waits) {
+  Outcome outcome = mpi.Finish(&under_way_[i], waits);
+  if (i == 0 && awaits_header_ && under_way_[0].is_done) {
+    awaits_header_ = false;
+    if (outcome.ok()) outcome = ReceiveData(mpi);
+  }
+  if (failed_.ok()) failed_ = outcome;
+}
+
+Outcome StartedMessages::ReceiveData(const Library& mpi) {
   MessageHeader header;
   std::memcpy(&header, incoming_.get(), kHeaderBytes);
-  const Incoming& in = expected_.data;
-  const std::string from = " from rank " + std::to_string(in.source);
+  Incoming data = expected_.data;
+  const std::string from = " from rank " + std::to_string(data.source);
   Outcome outcome{"MPI_Irecv", 0, {}};
   if (!header.exists()) {
     outcome.detail = "expected a message that begins with its dtype and shape, got other bytes" + from;
     outcome.remedy = "Set PYCOLLECTIVE_CHECK alike on all ranks. After an error in a message, end the program.";
     return outcome;
   }
-  const size_t limit = channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes;
-  const bool is_enclosed = header.place == DataPlace::kEnclosed, expects_next = Bytes(in.count, in.type) > limit;
   const Signature &here = expected_.post.signature, &there = header.call.post.signature;
-  *has_next = !is_enclosed;
   const bool is_alike = there.dtype == here.dtype && there.dimensions == here.dimensions;
-  if (is_alike && is_enclosed != expects_next) return {};
-  if (!is_enclosed && !expects_next) {
-    // A small array of an accelerator comes in a message of its own.
-    Channel on_host = channel;
-    on_host.memory = nullptr;
-    if (is_alike) return mpi.Recv(on_host, in);
-    PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, on_host, header, in.source, in.tag));
+  if (header.place == DataPlace::kNextMessage) {
+    data.tag = header.data_tag;
+    if (!is_alike) {  // its sender waits until it is received
+      data.count = header.count;
+      data.type = static_cast<Type>(header.type);
+      other_.reset(new (std::nothrow) char[Bytes(data.count, data.type)]);
+      if (other_ == nullptr) return NoMemory();
+      data.data = other_.get();
+    }
+    PYCOLLECTIVE_RETURN_IF_FAILED(StartRecv(mpi, data_channel_, data));
   }
+  if (is_alike) return {};
   outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected_.post, SiteText(expected_.post.site)) +
                    ", got one of " + DescribeMessage(header.call.post, header.call.line) + from;
   outcome.remedy = "Give both ends the same shape and dtype.";
@@ -357,18 +374,17 @@ bool StartedMessages::Progress(const Library& mpi) {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;  // somebody waits for them
   bool is_done = true;
-  for (MessageUnderWay& message : under_way_) {
-    const Outcome outcome = mpi.Finish(&message, false);
-    if (failed_.ok()) failed_ = outcome;
-    is_done = is_done && message.is_done;
+  for (size_t i = 0; i < under_way_.size(); ++i) {
+    Finish(mpi, i, false);
+    is_done = is_done && under_way_[i].is_done;
   }
   return !is_done;
 }
 
-std::string StartedMessages::Abandon(const Library& mpi) {
+std::string StartedMessages::Abandon(const Library* mpi) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (MessageUnderWay& message : under_way_) {
-    if (message.is_received) mpi.Cancel(&message);
+    if (mpi != nullptr && message.is_received) mpi->Cancel(&message);
   }
   under_way_.clear();  // so no thread calls MPI for them any more
   std::string text;
@@ -380,27 +396,45 @@ std::string StartedMessages::Abandon(const Library& mpi) {
   return text;
 }
 
-int64_t AddStartedMessages(std::shared_ptr<StartedMessages> started) {
-  const auto nbytes = [](bool has, int64_t count, Type type) { return has ? Bytes(count, type) : 0; };
-  const size_t most = std::max(nbytes(started->sends(), started->sent().data.count, started->sent().data.type),
-                               nbytes(started->receives(), started->expected().data.count, started->expected().data.type));
+int64_t AddStartedMessages(const std::shared_ptr<StartedMessages>& started) {
   const std::lock_guard<std::mutex> lock(numbered.mutex);
-  if (most > kLeastBytesOfProgress) {
-    if (!numbered.has_thread) {
-      try {
-        std::thread(MakeProgress).detach();
-        numbered.has_thread = true;
-      } catch (const std::system_error&) {  // the messages make progress while somebody waits for them
-      }
-    }
-    numbered.in_progress.push_back(started);
-    numbered.added.notify_one();
-  }
   do {
     numbered.last = numbered.last % (kNumbers - 1) + 1;
   } while (numbered.all.count(numbered.last) != 0);
-  numbered.all.emplace(numbered.last, std::move(started));
+  numbered.all.emplace(numbered.last, started);
   return numbered.last;
+}
+
+void LetProgress(const std::shared_ptr<StartedMessages>& started) {
+  const auto nbytes = [](bool has, int64_t count, Type type) { return has ? Bytes(count, type) : 0; };
+  const size_t most = std::max(nbytes(started->sends(), started->sent().data.count, started->sent().data.type),
+                               nbytes(started->receives(), started->expected().data.count, started->expected().data.type));
+  if (most <= kLeastBytesOfProgress) return;
+  const std::lock_guard<std::mutex> lock(numbered.mutex);
+  if (!numbered.has_thread) {
+    try {
+      std::thread(MakeProgress).detach();
+      numbered.has_thread = true;
+    } catch (const std::system_error&) {  // the messages make progress while somebody waits for them
+    }
+  }
+  numbered.in_progress.push_back(started);
+  numbered.added.notify_one();
+}
+
+void EndStartedMessages(const Library* mpi, int64_t comm) {
+  std::vector<std::shared_ptr<StartedMessages>> ended;
+  {
+    const std::lock_guard<std::mutex> lock(numbered.mutex);
+    for (auto each = numbered.all.begin(); each != numbered.all.end();) {
+      const bool is_on = each->second->IsOn(comm);
+      if (is_on) ended.push_back(each->second);
+      each = is_on && mpi == nullptr ? numbered.all.erase(each) : std::next(each);
+    }
+  }
+  for (const auto& started : ended) started->Abandon(mpi);
+  static auto& kept = *new std::vector<std::shared_ptr<StartedMessages>>;  // MPI may read and write their memory
+  kept.insert(kept.end(), ended.begin(), ended.end());
 }
 
 std::shared_ptr<StartedMessages> FindStartedMessages(int64_t number) {
@@ -422,7 +456,7 @@ std::shared_ptr<StartedMessages> TakeStartedMessages(int64_t number) {
 
 // Ends the messages that no program has waited for, so that MPI can end, and returns what they were, a line for each.
 PYCOLLECTIVE_EXPORT const char* pycollective_abandon_messages() {
-  static std::string text;
+  static auto& text = *new std::string;  // it is read when the library's end may have begun
   text.clear();
   std::unordered_map<int64_t, std::shared_ptr<pycollective::StartedMessages>> all;
   {
@@ -430,7 +464,7 @@ PYCOLLECTIVE_EXPORT const char* pycollective_abandon_messages() {
     all.swap(pycollective::numbered.all);
     pycollective::numbered.in_progress.clear();
   }
-  for (const auto& [number, started] : all) text += started->Abandon(*pycollective::library) + "\n";
+  for (const auto& [number, started] : all) text += started->Abandon(pycollective::library) + "\n";
   static auto& kept = *new std::vector<decltype(all)>;  // MPI may read the data of sent messages until it ends
   kept.push_back(std::move(all));
   return text.c_str();
@@ -450,14 +484,6 @@ PYCOLLECTIVE_EXPORT const char* pycollective_message_header_text(const char* byt
   return text.c_str();
 }
 
-// Whether the data follow their header in the same message, so that no second one comes.
-PYCOLLECTIVE_EXPORT bool pycollective_message_header_encloses(const char* bytes) {
-  pycollective::MessageHeader header;
-  std::memcpy(&header, bytes, sizeof header);
-  return header.place == pycollective::DataPlace::kEnclosed;
-}
-
 namespace {
-const pycollective::Listed listed{PYCOLLECTIVE_TYPED(message_header_text), PYCOLLECTIVE_TYPED(message_header_encloses),
-                                   PYCOLLECTIVE_TYPED(abandon_messages)};
+const pycollective::Listed listed{PYCOLLECTIVE_TYPED(message_header_text), PYCOLLECTIVE_TYPED(abandon_messages)};
 }  // namespace

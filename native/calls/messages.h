@@ -1,9 +1,9 @@
 // Messages of programs: send, recv, sendrecv.
 //
 // A message begins with a header: a description (`CallDescription`: dtype, shape, the line of the sender). Data of at most
-// kEnclosedBytes follow it in the same message of MPI. Larger data, and data in an accelerator's memory, are a second message with
-// the same tag. MPI keeps the order of messages of one sender with one tag, so the receiver knows the description before it
-// receives the second message. If the dtype or shape differs, the receiver returns an error that names both lines.
+// kEnclosedBytes follow it in the same message of MPI. Larger data, and data in an accelerator's memory, are a second message on
+// another communicator, with a tag that the header tells, so that no receive of another message takes them. If the dtype or shape
+// differs, the receiver takes the data out of MPI, and returns an error that names both lines.
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_MESSAGES_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_MESSAGES_H_
@@ -57,34 +57,54 @@ class StartedMessages {
   // this object.
   Outcome Start(const Library& mpi, const Channel& channel, const void* data);
   // Waits for all messages, and returns the data that have arrived.
-  Outcome Wait(const Library& mpi, const Channel& channel, const void** arrived);
+  Outcome Wait(const Library& mpi, const void** arrived);
   // Lets MPI make progress. Returns whether more is needed.
   bool Progress(const Library& mpi);
-  // Ends the messages that MPI can end without other ranks: receives are cancelled. Returns what they were.
-  std::string Abandon(const Library& mpi);
+  // Ends the messages that MPI can end without other ranks: receives are cancelled. Returns what they were. `mpi`: null: without a
+  // call of MPI.
+  std::string Abandon(const Library* mpi);
+  // Whether the communicator `Channel::permute` of their channel is `comm`.
+  bool IsOn(int64_t comm) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return data_channel_.messages == comm;
+  }
 
  private:
   Outcome StartSend(const Library& mpi, const Channel& channel, const Outgoing& out);
   Outcome StartRecv(const Library& mpi, const Channel& channel, const Incoming& in);
-  // `has_next`: whether the sender sends the data in a second message.
-  Outcome CheckHeader(const Library& mpi, const Channel& channel, bool* has_next);
+  // Finishes message i (Library::Finish). If it is the header, starts the receive of the data that come after it.
+  void Finish(const Library& mpi, size_t i, bool waits);
+  Outcome ReceiveData(const Library& mpi);
 
   const bool sends_, receives_;
   SentMessage sent_;
   ExpectedMessage expected_;
-  bool has_headers_ = false;
+  bool awaits_header_ = false;                   // the first message under way
+  Channel data_channel_;
   std::unique_ptr<char[]> outgoing_, incoming_;  // the header, if there are headers, and the data
+  std::unique_ptr<char[]> other_;                // data of another array than expected
   std::mutex mutex_;                             // MPI may not end one request in two threads
   std::vector<MessageUnderWay> under_way_;
   Outcome failed_;
 };
 
 // The started messages that nobody has waited for yet, by the numbers that programs have for them. Numbers are whole, from 1 on, and
-// a float32 holds each of them. Any thread may call these functions.
-int64_t AddStartedMessages(std::shared_ptr<StartedMessages> started);
+// a float32 holds each of them. Any thread may call these functions. Messages are added before their start, so that their memory
+// stays after an exception.
+int64_t AddStartedMessages(const std::shared_ptr<StartedMessages>& started);
+// Passes messages that have started to the thread of progress, if they are large.
+void LetProgress(const std::shared_ptr<StartedMessages>& started);
 std::shared_ptr<StartedMessages> FindStartedMessages(int64_t number);
 // Removes and returns the messages; null: there are none of this number.
 std::shared_ptr<StartedMessages> TakeStartedMessages(int64_t number);
+// Ends the messages on a communicator (IsOn), which is about to be freed. `mpi`: null: the communicator is lost; its messages are
+// forgotten without a call of MPI.
+void EndStartedMessages(const Library* mpi, int64_t comm);
+// The number that a program has for messages, as an integer; -1: it is none.
+inline int64_t NumberOfMessages(float number) {
+  const bool is_whole = number >= 0 && number < (1 << 24) && number == static_cast<float>(static_cast<int64_t>(number));
+  return is_whole ? static_cast<int64_t>(number) : -1;
+}
 
 }  // namespace pycollective
 

@@ -91,6 +91,16 @@ inline Channel ChannelOfOwnMessages(const Channel& channel) {
   return own;
 }
 
+// The channel for the data of messages of programs that come after their headers (calls/messages.h). Each has a tag that its header
+// tells, so no receive for another message takes it.
+inline Channel ChannelOfData(const Channel& channel) {
+  Channel data = channel;
+  data.messages = channel.permute;
+  data.first_tag = 0;
+  data.tag_step = 1;
+  return data;
+}
+
 // The memory of the arrays of calls on a channel.
 inline const Memory& MemoryOf(const Channel& channel) {
   static const auto& host = *new Memory;
@@ -246,6 +256,9 @@ class Library {
 
   // Larger counts are sent in pieces. It is INT_MAX; tests lower it to reach the code for larger counts.
   int64_t max_count = INT32_MAX;
+  // The largest tag that MPI allows. The upper half of the tags is for the data of messages (ChannelOfData).
+  int64_t largest_tag = 32767;
+  int64_t data_tags() const { return (largest_tag + 1) / 2; }
 };
 
 // Binds to an MPI library. `addresses`: the addresses of the functions in kFunctionNames, in this order. Returns null and

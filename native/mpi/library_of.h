@@ -51,8 +51,8 @@ class LibraryOf : public Library {
         proc_null_(static_cast<int>(binding.proc_null)),
         any_tag_(static_cast<int>(binding.any_tag)),
         status_source_(binding.status_source),
-        status_tag_(binding.status_tag),
-        largest_tag_(binding.largest_tag) {
+        status_tag_(binding.status_tag) {
+    largest_tag = binding.largest_tag;
     for (int i = 0; i < kTypeCount; ++i) types_[i] = Handle(binding.types[i]);
     for (int op = 0; op < kMpiOpCount; ++op) std::fill_n(ops_[op], kTypeCount, Handle(binding.ops[op]));
   }
@@ -404,7 +404,7 @@ class LibraryOf : public Library {
   Outcome FindTag(const Channel& channel, int tag, int* found) const {
     *found = tag;
     if (channel.tag_step == 1) return {};
-    const int64_t largest = (largest_tag_ - channel.first_tag) / channel.tag_step;
+    const int64_t largest = (largest_tag - data_tags() - channel.first_tag) / channel.tag_step;
     if (tag == any_tag_ || tag > largest) {
       Outcome outcome{"MPI_Send or MPI_Recv", 0, {}};
       outcome.detail = "expected a tag from 0 to " + std::to_string(largest) +
@@ -465,7 +465,6 @@ class LibraryOf : public Library {
   int any_tag_;
   int64_t status_source_;
   int64_t status_tag_;
-  int64_t largest_tag_;
   H types_[kTypeCount];
   H ops_[kMpiOpCount][kTypeCount];
   bool own_[kMpiOpCount][kTypeCount] = {};  // the operations that our code makes

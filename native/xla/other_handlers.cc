@@ -279,11 +279,11 @@ ffi::Error Isendrecv(Buffers buffers, const Participants& participants, InToken,
     const SentMessage to{{nullptr, in_view.count, send_type, static_cast<int>(dest), static_cast<int>(send_tag)}, {sent, site}};
     const ExpectedMessage from{{nullptr, count, recv_type, static_cast<int>(source), static_cast<int>(recv_tag)}, {expected, site}};
     const auto started = std::make_shared<StartedMessages>(sends, to, receives, from);
-    const Outcome outcome = on.Exchange(lane.channel, sends ? in_view : View{}, {}, kCopied, [&](const Channel& channel, const void* in, void*, int64_t) {
-      return started->Start(mpi, channel, in);
-    });
     const int64_t number = AddStartedMessages(started);
-    PYCOLLECTIVE_RETURN_IF_FAILED(outcome);
+    PYCOLLECTIVE_RETURN_IF_FAILED(on.Exchange(lane.channel, sends ? in_view : View{}, {}, kCopied, [&](const Channel& channel, const void* in, void*, int64_t) {
+      return started->Start(mpi, channel, in);
+    }));
+    LetProgress(started);
     return on.Exchange(lane.channel, {}, out_view, kCopied, [&](const Channel&, const void*, void* out, int64_t) {
       std::fill_n(static_cast<float*>(out), numbers, static_cast<float>(number));
       return Outcome{};
@@ -313,20 +313,29 @@ ffi::Error WaitRequest(Buffers buffers, const Participants& participants, InToke
   const View numbers = ViewOf(x, Type::kFloat32), arrives = ViewOf(*y, type);
   const ResultMemory result = ResultOf(*y);
   if (Buffers::kInHostMemory && numbers.count > 0) {  // for the record; a number on an accelerator is not known yet
-    const auto started = FindStartedMessages(static_cast<int64_t>(*static_cast<const float*>(numbers.data)));
+    const auto started = FindStartedMessages(NumberOfMessages(*static_cast<const float*>(numbers.data)));
     if (started != nullptr && started->sends()) call.SetDest(started->sent().data.dest);
     if (started != nullptr && started->receives()) call.SetSource(started->expected().data.source);
   }
   return call.Run(buffers, SignatureOf(kWaitRequest, participants, *y), NBytes(*y), {&result, 1}, [=](Buffers& on, const Library& mpi, const Lane& lane) -> Outcome {
     if (numbers.count == 0) return {};
     int64_t number = 0;
-    PYCOLLECTIVE_RETURN_IF_FAILED(on.Exchange(lane.channel, {numbers.data, 1, numbers.element_bytes}, {}, kCopied, [&](const Channel&, const void* in, void*, int64_t) {
-      number = static_cast<int64_t>(*static_cast<const float*>(in));
+    bool are_equal = true;
+    PYCOLLECTIVE_RETURN_IF_FAILED(on.Exchange(lane.channel, numbers, {}, kCopied, [&](const Channel&, const void* in, void*, int64_t) {
+      const float* const all = static_cast<const float*>(in);
+      number = NumberOfMessages(*all);
+      are_equal = std::all_of(all, all + numbers.count, [&](float each) { return NumberOfMessages(each) == number; });
       return Outcome{};
     }));
+    if (!are_equal) {
+      Outcome outcome{"wait", 0, {}};
+      outcome.detail = "expected a batch whose elements have one request, since it is one message, got some that have others or none";
+      outcome.remedy = "Under jax.vmap, wait for each request, and choose between the arrays.";
+      return outcome;
+    }
     const std::shared_ptr<StartedMessages> started = TakeStartedMessages(number);
     const void* arrived = nullptr;
-    if (started != nullptr) PYCOLLECTIVE_RETURN_IF_FAILED(started->Wait(mpi, lane.channel, &arrived));
+    if (started != nullptr) PYCOLLECTIVE_RETURN_IF_FAILED(started->Wait(mpi, &arrived));
     const bool is_other = arrived != nullptr && !started->Brings(arrives.count, type);
     if (is_other || (started == nullptr && number != 0)) {
       Outcome outcome{"wait", 0, {}};

@@ -249,7 +249,9 @@ def _warn_of_unreceived(comm: CommunicatorResources, senders: Sequence[str]) -> 
 def _tell_unreceived() -> None:
     """Writes which messages this rank has not received, when all ranks have ended."""
     for comm in sorted(in_use.values(), key=lambda resources: resources.name):
-        if senders := receive_what_is_left(comm.calls, _header_reader()):
+        senders = receive_what_is_left(comm.calls, _header_reader())
+        receive_what_is_left(comm.rest)  # the data of these messages, lest their senders wait
+        if senders:
             got = f"some of communicator {comm.name} that it has not: {_some(senders)}"
             remedy = "A send lacks its recv; a later recv with that tag has taken an older array."
             text = message("exit", "a rank that has received its messages", got, remedy, rank=comm.rank, size=comm.size)

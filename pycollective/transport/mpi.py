@@ -59,8 +59,8 @@ except (ImportError, RuntimeError) as error:
         )
     ) from error
 
-HeaderReader = Callable[[bytes], tuple[str, bool]]
-"""Reads the first message of a message of a program: what that is, and whether no second one follows."""
+HeaderReader = Callable[[bytes], str]
+"""Reads the first message of a message of a program: what that is."""
 
 __all__ = [
     "MPI",
@@ -129,18 +129,11 @@ def receive_what_is_left(comm: MPI.Intracomm, read_header: HeaderReader | None =
         read_header: reads the header with which each message begins; None: messages have none.
     """
     found: list[str] = []
-    after_header: set[tuple[int, int]] = set()  # whose next message is the data of a header
     status = MPI.Status()
     while (late := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
         data = bytearray(status.Get_count(MPI.BYTE))
         late.Recv(data)
-        sender = status.source, status.tag
-        if sender in after_header:
-            after_header.remove(sender)
-            continue
-        what, is_whole = ("", True) if read_header is None else read_header(bytes(data))
-        if not is_whole:
-            after_header.add(sender)
+        what = "" if read_header is None else read_header(bytes(data))
         found.append(f"{what} from rank {status.source} with tag {status.tag}".lstrip())
     return found
 

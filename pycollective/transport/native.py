@@ -443,17 +443,16 @@ def is_held(number: int) -> bool:
     return bool(library().pycollective_communicator_is_held(ctypes.c_int64(number)))
 
 
-def message_header(data: bytes) -> tuple[str, bool]:
-    """What a message of a program is, and whether it is whole, from the bytes of MPI's message.
+def message_header(data: bytes) -> str:
+    """What a message of a program is, from the bytes of MPI's message.
 
     native/calls/messages.h has its form.
 
     Example:
         >>> message_header(b"the data of a message without a header")
-        ('', True)
+        ''
     """
-    text = library().pycollective_message_header_text(data, ctypes.c_int64(len(data))).decode()
-    return text, not text or bool(library().pycollective_message_header_encloses(data))
+    return library().pycollective_message_header_text(data, ctypes.c_int64(len(data))).decode()
 
 
 def abandon_messages() -> list[str]:
