@@ -13,7 +13,16 @@ import pytest
 from jax import lax
 
 from pycollective.jax_support.jaxprs import all_equations
-from pycollective.parallel import fsdp, master_weights, partitioned, shard_state, unshard_state, zero
+from pycollective.parallel import (
+    clip_by_global_norm,
+    fsdp,
+    master_weights,
+    partitioned,
+    shard_state,
+    unshard_state,
+    zero,
+)
+from pycollective.parallel.axes import Sliced
 from pycollective.parallel.per_device import as_varying
 from tests.cases import values
 
@@ -328,3 +337,114 @@ def test_master_weights_in_slices() -> None:
         master_weights(inner, "int8")
     with pytest.raises(ValueError, match="master_weights: expected the parameters as well"):
         master_weights(inner).update(params, master_weights(inner).init(params))
+
+
+def twice(inner: Any, params: Tree, devices: int = 2) -> Tree:
+    """The updates of the second step on each device, with the parameters as gradients."""
+
+    def of_device(p: Tree, _: Array) -> Tree:
+        optimizer = zero(inner, "i")
+        _, state = optimizer.update(p, optimizer.init(p), p)
+        return optimizer.update(p, state, p)[0]
+
+    return jax.jit(jax.vmap(of_device, (None, 0), axis_name="i"))(params, jnp.zeros(devices))
+
+
+def matches(inner: Any, params: Tree, devices: int = 2, like: Any = None) -> None:
+    """Compares :func:`twice` with one device, which has the optimizer ``like``, by default the same one."""
+    like = inner if like is None else like
+    _, state = like.update(params, like.init(params), params)
+    want, _ = like.update(params, state, params)
+    for a, b in zip(jax.tree.leaves(twice(inner, params, devices)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, np.broadcast_to(b, a.shape), 1e-5)
+
+
+def halving(names: Any = None) -> Any:
+    """Has a number for each parameter; ``names``: as well a state which :func:`optax.tree.map_params` cannot find."""
+
+    def init(p: Tree) -> Tree:
+        numbers = jax.tree.map(lambda _: jnp.ones(()), p)
+        return numbers if names is None else numbers | {"first": p[names] * 0}
+
+    def update(u: Tree, s: Any, p: Tree = None) -> tuple[Tree, Any]:
+        s = s | {name: s[name] / 2 for name in u}
+        return {name: u[name] * s[name] for name in u}, s
+
+    return optax.GradientTransformation(init, update)
+
+
+MATRIX = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
+
+
+@pytest.mark.parametrize("names", [None, "w"])
+def test_a_number_for_each_parameter_beside_a_collective(names: Any) -> None:
+    """``init`` and ``update`` both get slices, or both get whole arrays."""
+    inner = optax.chain(clip_by_global_norm(1e9, "i"), halving(names))
+    matches(inner, {"w": MATRIX, "s": np.float32(2)}, like=halving(names))
+    matches(halving(names), {"w": MATRIX, "s": np.float32(2)})
+
+
+def test_init_with_a_collective_is_checked() -> None:
+    inner = optax.GradientTransformation(lambda p: lax.pmean(optax.tree.norm(p), "i"), lambda u, s, p=None: (u / s, s))
+    with pytest.raises(ValueError, match="zero: expected an optimizer that updates each element by itself"):
+        twice(inner, MATRIX)
+
+
+def test_a_state_for_whole_arrays_is_no_state_for_slices() -> None:
+    """``update`` needs an argument, so ``init`` cannot know that it computes a collective."""
+    inner = optax.GradientTransformationExtraArgs(
+        halving().init,
+        lambda u, s, p=None, *, by: (jax.tree.map(lambda x: x * s["w"] * lax.pmax(by, "i"), u), s),
+    )
+    with pytest.raises(ValueError, match=r"zero: expected a state with the shape \(\) at \['w'\], got \(1,\)"):
+        traced(zero(inner, "i"), {"w": MATRIX}, by=2.0)
+
+
+def test_bools_in_the_state_have_no_known_padding() -> None:
+    def update(u: Array, s: Array, p: Any = None) -> tuple[Array, Array]:
+        return u * lax.pmin(jnp.all(s).astype(jnp.int32), "i"), s
+
+    inner = optax.GradientTransformation(jnp.isfinite, update)
+    with pytest.raises(ValueError, match="lax.reduce_and of what need not be neutral"):
+        twice(inner, np.ones(5, np.float32))
+    matches(inner, np.ones(4, np.float32), like=optax.identity())
+
+
+@pytest.mark.parametrize("function", [jnp.max, jnp.min])
+def test_nan_of_one_device_reaches_all(function: Callable[[Array], Array]) -> None:
+    inner = optax.stateless(lambda u, _: u / function(jnp.abs(u)))
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    grads = jnp.array([jnp.nan, 2, 3, 4])
+    optimizer = zero(inner, "i")
+    mapped = jax.shard_map(
+        lambda g: optimizer.update(as_varying(g, "i"), optimizer.init(g))[0], mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    for g in grads, grads[::-1]:
+        assert jnp.isnan(jax.jit(mapped)(g)).all()
+
+
+def test_bits_and_transposed_reshapes() -> None:
+    """``and`` and ``or`` of integers are of their bits. A reshape may transpose its operand before."""
+
+    def update(u: Tree, _: Any) -> Tree:
+        n = u["n"].astype(jnp.int32)
+        bits = lax.reduce_and(n, (0,)) + 10 * lax.reduce_or(n, (0,))
+        line = lax.reshape(u["w"], (6,), dimensions=(1, 0)) * jnp.arange(6)
+        return {"n": u["n"] * bits, "w": lax.reshape(line, (2, 3)), "q": lax.reshape(u["q"], (2, 2), dimensions=(1, 0))}
+
+    matches(
+        optax.stateless(update),
+        {"n": np.float32([6, 6, 5, 5]), "w": MATRIX, "q": np.float32([[1, 2], [3, 4]])},
+    )
+
+
+def test_padding_of_very_many_elements() -> None:
+    """Their number exceeds an int32."""
+    size, devices = 2**31 + 11, 2
+    cut = Sliced((size,))
+    closed = jax.make_jaxpr(lambda x: partitioned.without_padding(x, cut, 0, "i", devices), axis_env=[("i", devices)])(
+        jax.ShapeDtypeStruct(cut.slice_shape(devices), jnp.bfloat16)
+    )
+    assert [x.shape for x in closed.out_avals] == [cut.slice_shape(devices)]
+    (counts,) = [x for x in closed.consts if np.shape(x) == (devices,)]
+    assert counts.tolist() == [2**30 + 6, 2**30 + 5]
