@@ -363,8 +363,8 @@ class Leaves(NamedTuple):
 
 
 def is_number(x: Any) -> bool:
-    """Returns whether a leaf of ``extra_args`` is an array or a number, and no static value."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex))
+    """Returns whether a leaf of ``extra_args`` is an array or a number. A bool of Python, for example, is static."""
+    return not isinstance(x, bool) and isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex))
 
 
 def dtype_of(x: Any) -> Any:

@@ -35,7 +35,7 @@ from pycollective.parallel.axes import (
 from pycollective.parallel.buckets import gather_whole
 from pycollective.parallel.elementwise import check_numbers
 from pycollective.parallel.per_device import check_not_summed
-from pycollective.parallel.sliced_optimizer import SlicedOptimizer, cuts_of_state
+from pycollective.parallel.sliced_optimizer import SlicedOptimizer, belongs_to_parameters, fail_for_params, is_slice
 from pycollective.parallel.wire import checked_wire_dtype, mean_slices
 
 Array = Any
@@ -140,6 +140,7 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
         :func:`optax.masked` or :func:`optax.multi_transform` leaves out has no leaf in it.
 
     Raises:
+        ValueError: a leaf has neither the shape of a slice nor that of the whole leaf.
         NameError: the axis is not bound.
 
     Order:
@@ -155,19 +156,27 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
         >>> jax.tree.map(jnp.shape, state.inner_state.trace)
         {'b': MaskedNode(), 'w': (3,)}
     """
-    axis_size("unshard_state", axis_name)
+    where = "unshard_state"
+    devices = axis_size(where, axis_name)
     shapes = shapes_of(params)
     started = jax.eval_shape(inner.init, shapes)
     leaves, tree = jax.tree.flatten(state)
-    cut = cuts_of_state(inner, started, [Sliced(x.shape) for x in jax.tree.leaves(shapes)])
-    places = [i for i, yes in enumerate(cut) if yes is not None]
+    belongs = belongs_to_parameters(inner, started, [x.shape for x in jax.tree.leaves(shapes)])
+    assert belongs is not None
     # Slices of stacked layers keep their first dimensions.
-    cuts = [Sliced(like.shape, x.ndim - 1) for like, x in zip(jax.tree.leaves(started), leaves, strict=True)]
+    cuts = [Sliced(like.shape, max(x.ndim - 1, 0)) for like, x in zip(jax.tree.leaves(started), leaves, strict=True)]
+    places = [
+        i
+        for i, (x, cut, yes) in enumerate(zip(leaves, cuts, belongs, strict=True))
+        if is_slice(where, x.shape, cut, devices, belongs=yes)
+    ]
     wholes = gather_whole([leaves[i] for i in places], [cuts[i] for i in places], axis_name)
     return tree.unflatten(replaced(leaves, places, wholes))
 
 
-def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: AxisName, *, like: Any = None) -> Any:
+def shard_state(
+    inner: optax.GradientTransformation, state: Any, axis_name: AxisName, *, like: Any = None, params: Tree = None
+) -> Any:
     """Cuts a whole state into the state of :func:`zero` on this device, the inverse of :func:`unshard_state`.
 
     The axis may have another number of devices than when the state was gathered.
@@ -176,14 +185,18 @@ def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: Axis
         inner: the optimizer inside :func:`zero`.
         state: a state as ``inner.init(params)`` makes it, the same on all devices.
         axis_name: the axis of :func:`zero`.
-        like: a state of :func:`sliced` on this device, or its shapes. Stacked layers need it: their slices keep first
-            dimensions. Default None: all slices are vectors.
+        like: a state of :func:`zero` or :func:`sliced` on this device, or its shapes. Stacked layers need it: their
+            slices keep first dimensions. So does an ``inner`` with collectives over the axis whose state has a number
+            for each parameter, which is not cut. Default None: all slices are vectors.
+        params: the parameters, or their shapes. An ``inner`` whose ``init`` :func:`optax.tree.map_params` cannot call,
+            such as :func:`optax.flatten`, needs them: leaves with the shape of a parameter are cut. Default None.
 
     Returns:
         The state of :func:`zero` on this device: a vector of length ``ceil(size / N)`` for each leaf that is cut, in
         the dtype of the leaf.
 
     Raises:
+        ValueError: ``params`` is needed; a leaf of ``like`` has neither the shape of a slice nor that of the whole.
         NameError: the axis is not bound.
 
     Order:
@@ -197,11 +210,21 @@ def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: Axis
         >>> own.trace.shape  # on each of two devices: two of the three elements, the last one is padding
         (2, 2)
     """
-    devices = axis_size("shard_state", axis_name)
+    where = "shard_state"
+    devices = axis_size(where, axis_name)
     leaves, tree = jax.tree.flatten(state)
-    cuts = cuts_of_state(inner, state, [])
-    kept = [0] * len(leaves) if like is None else [x.ndim - 1 for x in jax.tree.leaves(like)]
+    shapes = None if params is None else [x.shape for x in jax.tree.leaves(shapes_of(params))]
+    belongs = belongs_to_parameters(inner, state, shapes)
+    if like is not None:
+        cuts = [Sliced(x.shape, max(own.ndim - 1, 0)) for x, own in zip(leaves, jax.tree.leaves(like), strict=True)]
+        cut = [
+            is_slice(where, own.shape, cut, devices, belongs=yes)
+            for own, cut, yes in zip(jax.tree.leaves(like), cuts, belongs or [None] * len(leaves), strict=True)
+        ]
+    elif belongs is None:
+        fail_for_params(where)
+    else:
+        cuts, cut = [Sliced(jnp.shape(x)) for x in leaves], belongs
     return tree.unflatten(
-        x if cut is None else Sliced(x.shape, k).own(x, axis_name, devices)
-        for x, cut, k in zip(leaves, cuts, kept, strict=True)
+        c.own(x, axis_name, devices) if yes else x for x, c, yes in zip(leaves, cuts, cut, strict=True)
     )

@@ -67,7 +67,8 @@ class _Value:
         uniform: whether it is a "same" value of which the devices have one element, a scalar, for all.
         cut: how a "slice" is cut.
         component: that of a "whole" value.
-        foreign: whether it comes from an array that the program has captured, which may differ between devices.
+        foreign: whether it comes from an array, not a number, that the program has captured or is given from outside,
+            and which may differ between devices.
         refused: why the value may not be used, or "".
     """
 
@@ -83,7 +84,6 @@ class _Value:
 
     def __post_init__(self) -> None:
         self.uniform |= self.kind == "same" and self.aval.ndim == 0
-        self.foreign &= self.aval.ndim > 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,8 +136,8 @@ class Program:
     # Values -------------------------------------------------------------------------------------------------------
 
     def same(self, aval: Any, *, foreign: bool = False, refused: str = "") -> _Value:
-        """Returns an argument that all devices have."""
-        return _Value(aval, "same", foreign=foreign, refused=refused)
+        """Returns an argument that all devices have. Numbers are taken for the same on all devices."""
+        return _Value(aval, "same", foreign=foreign and aval.ndim > 0, refused=refused)
 
     def sliced(self, aval: Any, cut: Sliced) -> _Value:
         """Returns an argument of which each device has its slice."""
@@ -145,7 +145,7 @@ class Program:
 
     def constant(self, x: Any) -> _Value:
         """Returns a constant of the program, or a value of the surrounding trace."""
-        value = _Value(jax.typeof(x), "same", foreign=isinstance(x, jax.core.Tracer))
+        value = _Value(jax.typeof(x), "same", foreign=isinstance(x, jax.core.Tracer) and x.ndim > 0)
         if isinstance(x, jax.core.Tracer):
             varies = jax_internals.varying_axes(x) & self._names
             value.refused = "computes with a value that each device has of its own, by JAX's types" if varies else ""
@@ -255,7 +255,7 @@ class Program:
 
     def _renamed(self, value: _Value, aval: Any, cut: Sliced | None = None) -> _Value:
         """Returns a value with the same array on each device, and another type."""
-        made = _Value(aval, value.kind, value.round, value.uniform, cut)
+        made = _Value(aval, value.kind, value.round, value.uniform, cut, foreign=value.foreign)
 
         def run(arrays: Arrays) -> None:
             arrays[made] = arrays[value]
@@ -292,6 +292,7 @@ class Program:
             v = self.as_same(v) if v.aval.shape != shape else v
             if v.aval.shape != shape and v.aval.ndim:
                 v = self._broadcast(v, shape)
+            _refuse_foreign(v)
             given.append(v if v.kind == "same" and v.uniform else self.as_slice(v, cut))
         at = max(v.round for v in given)
         made = [_Value(var.aval, "slice", at, cut=cut) for var in eqn.outvars]
@@ -370,6 +371,7 @@ class Program:
     def _cond(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         """Plans a choice between branches by a number that all devices have."""
         index = self.as_same(operands[0])
+        _refuse_foreign(index)
         given = [self.as_slice(v, Sliced(v.aval.shape)) if v.kind == "whole" else v for v in operands[1:]]
         at = max(v.round for v in (index, *given))
         programs, results = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,37 @@ _REMEDY = "Average over devices before what differs between them, and pass it as
 _REMEDY_OF_STATE = "Pass a state of init, or of shard_state for this optimizer."
 
 
+def belongs_to_parameters(
+    inner: optax.GradientTransformation, state: Any, params: Sequence[Shape] | None
+) -> list[bool] | None:
+    """Returns for each leaf of a state whether it belongs to a parameter, as :func:`optax.tree.map_params` finds it.
+
+    If ``inner.init`` needs more of the parameters than :func:`optax.tree.map_params` gives it, the leaves with the
+    shape of a parameter belong to it, except for scalars. Keys of :mod:`jax.random` belong to none: they cannot
+    be cut.
+
+    Args:
+        inner: the optimizer.
+        state: the state that the optimizer has for whole parameters, or its shapes.
+        params: the shapes of the parameters. None: not known. Then the result may be None, also not known.
+    """
+    leaves = jax.tree.leaves(state)
+    try:
+        found = jax.tree.leaves(
+            optax.tree.map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        if params is None:
+            return None
+        found = [np.ndim(x) > 0 and np.shape(x) in params for x in leaves]
+    return [
+        yes and not jax.dtypes.issubdtype(dtype_of(x), jax.dtypes.extended)
+        for x, yes in zip(leaves, found, strict=True)
+    ]
+
+
 def cuts_of_state(inner: optax.GradientTransformation, state: Any, cuts: Sequence[Sliced]) -> list[Sliced | None]:
     """Returns for each leaf of a state how it is cut. None: all devices have it.
-
-    The leaves that belong to parameters, as :func:`optax.tree.map_params` finds them, are cut. If ``inner.init`` needs
-    more of the parameters than :func:`optax.tree.map_params` gives it, these are the leaves with the shape of a
-    parameter.
 
     Args:
         inner: the optimizer.
@@ -47,14 +72,41 @@ def cuts_of_state(inner: optax.GradientTransformation, state: Any, cuts: Sequenc
         cuts: how the parameters are cut.
     """
     kept = {cut.shape: cut.kept for cut in cuts}
-    leaves = jax.tree.leaves(state)
-    try:
-        belongs = jax.tree.leaves(
-            optax.tree.map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
-        )
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        belongs = [x.shape in kept for x in leaves]
-    return [Sliced(x.shape, kept.get(x.shape, 0)) if yes else None for x, yes in zip(leaves, belongs, strict=True)]
+    belongs = belongs_to_parameters(inner, state, list(kept))
+    assert belongs is not None
+    return [
+        Sliced(x.shape, kept.get(x.shape, 0)) if yes else None
+        for x, yes in zip(jax.tree.leaves(state), belongs, strict=True)
+    ]
+
+
+def is_slice(where: str, own: Shape, cut: Sliced, devices: int, *, belongs: bool | None) -> bool:
+    """Returns whether a leaf of a state in slices is a slice, by its shape.
+
+    Args:
+        where: the name of the calling function, for messages.
+        own: the shape of the leaf.
+        cut: how the leaf would be cut.
+        devices: the number of devices.
+        belongs: whether the leaf belongs to a parameter; None: not known.
+
+    Raises:
+        ValueError: the shape is neither that of a slice nor that of the whole leaf; or it is both, and whether the leaf
+            belongs to a parameter is not known.
+    """
+    shape = cut.slice_shape(devices)
+    if own != cut.shape and own != shape:
+        error = message(f"parallel.{where}", f"a leaf of shape {shape} or {cut.shape}", f"{own}", _REMEDY_OF_STATE)
+        raise ValueError(error)
+    if own == cut.shape == shape and belongs is None and devices > 1:
+        fail_for_params(where)
+    return own == shape and (own != cut.shape or bool(belongs))
+
+
+def fail_for_params(where: str) -> NoReturn:
+    """Raises ValueError, since the parameters are needed to know which leaves of a state are cut."""
+    expected = "an optimizer whose init optax.tree.map_params can call, or the parameters"
+    raise ValueError(message(f"parallel.{where}", expected, "neither", "Pass params=, the parameters or their shapes."))
 
 
 class SlicedOptimizer:

@@ -235,6 +235,12 @@ def test_what_may_differ_between_devices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"zero: expected .*, got one that computes with an array from outside"):
         traced(zero(by_array, "i"), w=jnp.ones((6, 4)))
     assert "all_gather" in traced(zero(by_array, "i"), w=2.0)
+    for number in jnp.linalg.norm, lambda w: w[0, 0]:
+        by_number = optax.GradientTransformationExtraArgs(
+            optax.init_empty_state, lambda u, s, p=None, *, w, number=number: (u | {"w": u["w"] * number(w)}, s)
+        )
+        with pytest.raises(ValueError, match=r"zero: expected .*, got one that computes with an array from outside"):
+            traced(zero(by_number, "i"), w=jnp.ones((6, 4)))
     with pytest.raises(ValueError, match=r"sliced: expected .*, got one that computes with an array from outside"):
         jax.make_jaxpr(
             lambda p, w: fsdp.sliced(optax.stateless(lambda u, _: jax.tree.map(lambda x: x @ w, u)), p, "i").update(
@@ -448,3 +454,51 @@ def test_padding_of_very_many_elements() -> None:
     assert [x.shape for x in closed.out_avals] == [cut.slice_shape(devices)]
     (counts,) = [x for x in closed.consts if np.shape(x) == (devices,)]
     assert counts.tolist() == [2**30 + 6, 2**30 + 5]
+
+
+def test_a_state_is_cut_again_as_before() -> None:
+    """An optimizer that :func:`optax.tree.map_params` cannot call, and numbers beside a collective."""
+    params = {"w": MATRIX, "s": np.float32(2)}
+    flat = optax.flatten(optax.trace(0.9))
+    numbers = optax.chain(clip_by_global_norm(1e9, "i"), halving())
+
+    def saved_and_restored(inner: Any, p: Tree, *, by_like: bool) -> Tree:
+        optimizer = zero(inner, "i")
+        _, state = optimizer.update(p, optimizer.init(p), p)
+        whole = unshard_state(inner, state, p, "i")
+        how = {"like": state} if by_like else {"params": p}
+        return optimizer.update(p, shard_state(inner, whole, "i", **how), p)[0], whole
+
+    def of_device(p: Tree, _: Array) -> Tree:
+        return saved_and_restored(flat, p, by_like=False), saved_and_restored(numbers, p, by_like=True)
+
+    def on_one(inner: Any) -> Tree:
+        _, state = inner.update(params, inner.init(params), params)
+        return inner.update(params, state, params)[0], state
+
+    got = jax.jit(jax.vmap(of_device, (None, 0), axis_name="i"))(params, jnp.zeros(2))
+    want = on_one(flat), on_one(optax.chain(optax.identity(), halving()))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, np.broadcast_to(b, a.shape), 1e-5)
+    with pytest.raises(ValueError, match="shard_state: expected an optimizer whose init .* or the parameters"):
+        jax.make_jaxpr(lambda s: shard_state(flat, s, "i"), axis_env=[("i", 2)])(flat.init(params))
+    with pytest.raises(ValueError, match=r"unshard_state: expected a leaf of shape \(2, 2\) or \(2, 3\), got \(2, 4\)"):
+        jax.make_jaxpr(lambda s: unshard_state(optax.trace(0.9), s, MATRIX, "i"), axis_env=[("i", 2)])(
+            optax.TraceState(jnp.ones((2, 4)))
+        )
+
+
+def test_keys_in_the_state_and_flags() -> None:
+    """A state may have a key for each parameter. A bool of Python among the other arguments is static."""
+
+    def update(u: Tree, s: Tree, p: Tree = None, *, flag: bool) -> tuple[Tree, Tree]:
+        noise = jax.tree.map(lambda x, k: jax.random.normal(k, x.shape) if flag else x, u, s)
+        return noise, jax.tree.map(lambda k: jax.random.split(k)[0], s)
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: jax.tree.map(lambda _: jax.random.key(3), p), update)
+
+    def of_device(p: Array, _: Array) -> Array:
+        return zero(inner, "i").update(p, zero(inner, "i").init(p), p, flag=True)[0]
+
+    got = jax.vmap(of_device, (None, 0), axis_name="i")(MATRIX, jnp.zeros(2))
+    np.testing.assert_allclose(got[1], jax.random.normal(jax.random.key(3), MATRIX.shape), 1e-5)
