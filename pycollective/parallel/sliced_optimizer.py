@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -155,7 +156,8 @@ class SlicedOptimizer:
         of_params = jax.tree.leaves(params)
         like = of_grads if params is None else of_params
         whole_grads, whole_params = self._whole(of_grads, cuts), self._whole(of_params, cuts[: len(of_params)])
-        closed_init, started = self._traced_init(tree, self._whole(like, cuts))
+        whole_like = self._whole(like, cuts)
+        closed_init, started = self._traced_init(tree, whole_like)
         of_state, state_tree = jax.tree.flatten(state)
         if state_tree != jax.tree.structure(started):
             expected = f"a state {jax.tree.structure(started)}"
@@ -182,8 +184,15 @@ class SlicedOptimizer:
         )
         if names_axis(closed_init, self._axis_name) or names_axis(closed, self._axis_name):
             self._check.at_update(self._cutting(cuts, of_grads), grads, params, extra_args)
-            _, of_slices = self._traced_init(tree, self._whole(like, [None] * len(like)))
-            self._check_state(state, [x.shape for x in jax.tree.leaves(of_slices)])
+            slices = self._whole(like, [None] * len(like))
+            of_slices = self._shapes_of_state(tree, slices)
+            longer = [jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] + 1), x.dtype) for x in slices.shapes]
+            fixed = map(operator.eq, of_slices, self._shapes_of_state(tree, slices._replace(shapes=longer)))
+            if any(cut is not None and alike for cut, alike in zip(state_cuts, fixed, strict=True)):
+                known = names_axis(closed_init, self._axis_name)
+                if not known and not self._update_names_axis(tree, whole_like, closed_init, started):
+                    self._fail_for_extra_args(extra_args)
+            self._check_state(state, of_slices)
             return self._inner.update(grads, state, params, **extra_args)
         if jax.tree.structure(made) != jax.tree.structure((grads, state)):
             got = f"one that gives {jax.tree.structure(made)}"
@@ -253,11 +262,20 @@ class SlicedOptimizer:
             *leaves.shapes
         )
 
+    def _shapes_of_state(self, tree: Any, leaves: Leaves) -> list[Shape]:
+        return [x.shape for x in jax.tree.leaves(self._traced_init(tree, leaves)[1])]
+
+    def _fail_for_extra_args(self, extra_args: Mapping[str, Any]) -> NoReturn:
+        """Raises ValueError, since ``init`` has cut numbers that belong to parameters but not to their elements."""
+        expected = "an optimizer with collectives over the axis whose update can be called without extra arguments"
+        got = f"one that needs some of {sorted(extra_args)}, and has in its state what does not depend on the elements"
+        raise ValueError(message(f"parallel.{self._where}", expected, got, "Give these arguments defaults."))
+
     def _update_names_axis(self, tree: Any, whole: Leaves, closed: ClosedJaxpr, state: Any) -> bool:
         """Returns whether ``update``, without extra arguments, computes a collective over the axis.
 
         An ``update`` that needs extra arguments, and computes a collective, gets a state of whole arrays in slices.
-        :meth:`update` refuses it if its shapes are not those of ``init`` for slices.
+        :meth:`update` refuses it if leaves are cut that ``init`` for slices would not cut.
         """
         leaves, state_tree = jax.tree.flatten(state)
         states = Leaves(None, leaves, [jax_internals.varying_axes_of(var.aval) for var in closed.jaxpr.outvars])

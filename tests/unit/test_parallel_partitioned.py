@@ -396,14 +396,21 @@ def test_init_with_a_collective_is_checked() -> None:
         twice(inner, MATRIX)
 
 
-def test_a_state_for_whole_arrays_is_no_state_for_slices() -> None:
-    """``update`` needs an argument, so ``init`` cannot know that it computes a collective."""
-    inner = optax.GradientTransformationExtraArgs(
-        halving().init,
-        lambda u, s, p=None, *, by: (jax.tree.map(lambda x: x * s["w"] * lax.pmax(by, "i"), u), s),
-    )
-    with pytest.raises(ValueError, match=r"zero: expected a state with the shape \(\) at \['w'\], got \(1,\)"):
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_init_cannot_know_of_a_collective_for_an_extra_argument(shape: tuple[int, ...]) -> None:
+    def update(u: Tree, s: Tree, p: Tree = None, *, by: Array) -> tuple[Tree, Tree]:
+        return jax.tree.map(lambda x, n: x * n.sum() * lax.pmax(by, "i"), u, s), s
+
+    def init(p: Tree) -> Tree:
+        return jax.tree.map(lambda _: jnp.ones(shape), p)
+
+    inner = optax.GradientTransformationExtraArgs(init, update)
+    with pytest.raises(ValueError, match=r"whose update can be called without extra .*, got one that needs .*\['by'\]"):
         traced(zero(inner, "i"), {"w": MATRIX}, by=2.0)
+    momentum = optax.GradientTransformationExtraArgs(
+        optax.trace(0.9).init, lambda u, s, p=None, *, by: (jax.tree.map(lambda x: x * lax.pmax(by, "i"), u), s)
+    )
+    assert "pmax" in traced(zero(momentum, "i"), {"w": MATRIX}, by=2.0)
 
 
 def test_bools_in_the_state_have_no_known_padding() -> None:
