@@ -53,8 +53,9 @@ def zero(
     Args:
         inner: an optimizer. It sees whole arrays. What it computes of several elements, such as norms and products of
             matrices, devices compute together: sums by a collective, other operations by one device for each array.
-            An optimizer that computes collectives over the axis, such as :func:`clip_by_global_norm` and
-            :func:`apply_if_finite`, sees slices; the rest of it must update each element by itself.
+            An optimizer whose ``init`` or ``update`` computes collectives over the axis, as with
+            :func:`clip_by_global_norm` and :func:`apply_if_finite`, sees slices in both; the rest of it must update
+            each element by itself.
         axis_name: the name of the axis of data parallelism, or a tuple of names.
         stage: the stage of ZeRO. 2, the default: a reduce-scatter gives each device its slice of the mean gradients.
             1: an allreduce gives each device all mean gradients, with 1.5 times as many bytes on the wire. The results
@@ -70,13 +71,18 @@ def zero(
         TypeError: ``wire_dtype`` is no floating-point dtype; a parameter is not an array of numbers: a key of
             :mod:`jax.random`, for example.
         ValueError: the stage is neither 1 nor 2; ``inner`` computes with arrays from outside, which may differ between
-            devices; it computes with several elements where other axes are bound along which leaves may be cut, and is
-            not :func:`for_parts`; the state is not one of ``init``; by JAX's types, the gradients are averaged already.
+            devices; it computes collectives over the axis, and mixes elements otherwise; it computes with several
+            elements where other axes are bound along which leaves may be cut, and is not :func:`for_parts`; the state
+            is not one of ``init``; by JAX's types, the gradients are averaged already.
         NameError: the axis is not bound.
 
+    Differentiation:
+        Derivatives of ``update`` do not use the rules of :func:`jax.custom_jvp` and :func:`jax.custom_vjp` in
+        ``inner``.
+
     Order:
-        Program order, in ``update``: the gradients' reduce-scatter, or allreduce for stage 1; the calls for ``inner``;
-        the updates' all-gather.
+        Program order. In ``init``: what ``inner.init`` needs of other devices' slices; usually nothing. In ``update``:
+        the gradients' reduce-scatter, or allreduce for stage 1; the calls for ``inner``; the updates' all-gather.
 
     Source:
         Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5.1 and 5.2.
