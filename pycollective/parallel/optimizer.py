@@ -222,10 +222,11 @@ def shard_state(
     shapes = None if params is None else [x.shape for x in jax.tree.leaves(shapes_of(params))]
     belongs = belongs_to_parameters(inner, state, shapes)
     if like is not None:
+        known: list[bool | None] = [None] * len(leaves) if belongs is None else [*belongs]
         cuts = [Sliced(x.shape, max(own.ndim - 1, 0)) for x, own in zip(leaves, jax.tree.leaves(like), strict=True)]
         cut = [
             is_slice(where, own.shape, cut, devices, belongs=yes)
-            for own, cut, yes in zip(jax.tree.leaves(like), cuts, belongs or [None] * len(leaves), strict=True)
+            for own, cut, yes in zip(jax.tree.leaves(like), cuts, known, strict=True)
         ]
     elif belongs is None:
         fail_for_params(where)
