@@ -50,7 +50,10 @@ IDENTITIES = _words("device_put name optimization_barrier pcast pvary sharding_c
 """Operations that return their operands with the same values and shapes."""
 
 RESHAPES = _words("broadcast_in_dim reshape squeeze")
-"""Operations that keep the order of the elements if the result has as many elements as the operand."""
+"""Operations that keep the order of the elements if the result has as many elements as the operand.
+
+See :func:`keeps_order` for the exception.
+"""
 
 REDUCTIONS = {
     "reduce_sum": "sum",
@@ -272,7 +275,7 @@ class Interpreter:
             return self._collective(eqn, operands[0])
         if any(isinstance(v, Term) for v in operands):
             return self._terms(eqn, operands)
-        if name in REDUCTIONS:
+        if is_reduction(eqn):
             return self._reduction(eqn, operands[0])
         if name in RESHAPES:
             return self._reshape(eqn, operands[0])
@@ -336,7 +339,7 @@ class Interpreter:
 
     def _reshape(self, eqn: JaxprEqn, x: Value) -> Value:
         before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-        if before.shape == after.shape or (self._layout.flat and before.size == after.size):
+        if keeps_order(eqn) and (before.shape == after.shape or (self._layout.flat and before.size == after.size)):
             return x
         return Mixed(f"computes lax.{eqn.primitive.name} of a leaf's elements, which are on several devices")
 
@@ -398,10 +401,10 @@ class Interpreter:
             if name == "div" and isinstance(operands[0], Term) and len(terms) == 1 and same:
                 return kept
         elif alike and same:
-            ops = {"max": ("max", "or"), "min": ("min", "and")}
-            if name in ops[term.op]:
+            of_bools = eqn.outvars[0].aval.dtype == bool
+            if name == term.op or (of_bools and name == {"max": "or", "min": "and"}[term.op]):
                 return kept
-            if name == "not" and eqn.outvars[0].aval.dtype == bool:
+            if name == "not" and of_bools:
                 return dataclasses.replace(kept, op="min" if term.op == "max" else "max")
         return self._part(eqn, term)
 
@@ -495,6 +498,17 @@ class Interpreter:
         if isinstance(value, Mixed):
             return value
         return dataclasses.replace(value, expression=self._expression("result", loop, place))
+
+
+def is_reduction(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a sum, maximum or minimum; ``and`` and ``or`` of integers are of their bits."""
+    name = eqn.primitive.name
+    return name in REDUCTIONS and (name not in ("reduce_and", "reduce_or") or eqn.invars[0].aval.dtype == bool)
+
+
+def keeps_order(eqn: JaxprEqn) -> bool:
+    """Returns whether one of :data:`RESHAPES` keeps the order of the elements: it does not transpose them before."""
+    return eqn.primitive.name != "reshape" or eqn.params["dimensions"] is None
 
 
 def _commutes(eqn: JaxprEqn, op: str) -> bool:

@@ -131,7 +131,7 @@ class Check:
 
         An ``update`` that needs extra arguments is checked by :meth:`at_update`.
         """
-        with contextlib.suppress(TypeError):  # update misses an argument that it needs
+        with contextlib.suppress(KeyError, TypeError):  # update misses an argument that it needs
             self.at_update(cutting, params, params, {})
 
     def at_update(self, cutting: Cutting, grads: Tree, params: Tree | None, extra_args: Mapping[str, Any]) -> None:
@@ -330,8 +330,9 @@ class _Comparison:
         return Same(expression, ndim == 0) if place is None else self._kind(expression, place, shapes, pad)
 
     def _pad(self, value: Value) -> str | None:
+        """Returns what is known about the padding of a leaf of the state, which may also be zeros."""
         if isinstance(value, Cut):
-            return value.pad
+            return None if value.pad == "true" else value.pad
         return "least" if isinstance(value, Same) and self._interpreter.is_zero(value) else None
 
     def _require_kinds(
@@ -362,8 +363,8 @@ class Leaves(NamedTuple):
 
 
 def is_number(x: Any) -> bool:
-    """Returns whether a leaf of ``extra_args`` is an array or a number, and no static value."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex))
+    """Returns whether a leaf of ``extra_args`` is an array or a number. A bool of Python, for example, is static."""
+    return not isinstance(x, bool) and isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex))
 
 
 def dtype_of(x: Any) -> Any:

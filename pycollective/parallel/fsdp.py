@@ -231,8 +231,11 @@ def sliced(
             another tree, or other shapes, than ``shapes`` implies.
         NameError: when ``init`` or ``update`` is called: the axis is not bound.
 
+    Differentiation:
+        As :func:`~pycollective.parallel.zero`.
+
     Order:
-        Program order, in ``update``: what ``inner`` needs of other devices' slices.
+        Program order, in ``init`` and ``update``: what ``inner`` needs of other devices' slices.
 
     Example:
         >>> import jax, optax

@@ -65,7 +65,7 @@ def master_weights(
         >>> state = optimizer.init(params)
         >>> for _ in range(8):  # 8 times 1 / 1024, of which bfloat16 would lose each
         ...     updates, state = optimizer.update(jnp.full(1, -1 / 1024, jnp.bfloat16), state, params)
-        ...     params = optax.apply_updates(params, updates)
+        ...     params = (params.astype(jnp.float32) + updates).astype(params.dtype)  # optax.apply_updates
         >>> print(params, state.params)
         [1.00781] [1.0078125]
     """
@@ -75,7 +75,10 @@ def master_weights(
     inner = optax.with_extra_args_support(inner)
 
     def widened(x: Array) -> Array:
-        return x.astype(jnp.promote_types(x.dtype, dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        with jax.numpy_dtype_promotion("standard"):
+            return x.astype(jnp.promote_types(x.dtype, dtype))
 
     def init(params: Tree) -> MasterState:
         wide = jax.tree.map(widened, params)

@@ -35,7 +35,7 @@ from pycollective.parallel.axes import (
 from pycollective.parallel.buckets import gather_whole
 from pycollective.parallel.elementwise import check_numbers
 from pycollective.parallel.per_device import check_not_summed
-from pycollective.parallel.sliced_optimizer import SlicedOptimizer, cuts_of_state
+from pycollective.parallel.sliced_optimizer import SlicedOptimizer, belongs_to_parameters, fail_for_params, is_slice
 from pycollective.parallel.wire import checked_wire_dtype, mean_slices
 
 Array = Any
@@ -53,8 +53,9 @@ def zero(
     Args:
         inner: an optimizer. It sees whole arrays. What it computes of several elements, such as norms and products of
             matrices, devices compute together: sums by a collective, other operations by one device for each array.
-            An optimizer that computes collectives over the axis, such as :func:`clip_by_global_norm` and
-            :func:`apply_if_finite`, sees slices; the rest of it must update each element by itself.
+            An optimizer whose ``init`` or ``update`` computes collectives over the axis, as with
+            :func:`clip_by_global_norm` and :func:`apply_if_finite`, sees slices in both; the rest of it must update
+            each element by itself.
         axis_name: the name of the axis of data parallelism, or a tuple of names.
         stage: the stage of ZeRO. 2, the default: a reduce-scatter gives each device its slice of the mean gradients.
             1: an allreduce gives each device all mean gradients, with 1.5 times as many bytes on the wire. The results
@@ -70,13 +71,18 @@ def zero(
         TypeError: ``wire_dtype`` is no floating-point dtype; a parameter is not an array of numbers: a key of
             :mod:`jax.random`, for example.
         ValueError: the stage is neither 1 nor 2; ``inner`` computes with arrays from outside, which may differ between
-            devices; it computes with several elements where other axes are bound along which leaves may be cut, and is
-            not :func:`for_parts`; the state is not one of ``init``; by JAX's types, the gradients are averaged already.
+            devices; it computes collectives over the axis, and mixes elements otherwise; it computes with several
+            elements where other axes are bound along which leaves may be cut, and is not :func:`for_parts`; the state
+            is not one of ``init``; by JAX's types, the gradients are averaged already.
         NameError: the axis is not bound.
 
+    Differentiation:
+        Derivatives of ``update`` do not use the rules of :func:`jax.custom_jvp` and :func:`jax.custom_vjp` in
+        ``inner``.
+
     Order:
-        Program order, in ``update``: the gradients' reduce-scatter, or allreduce for stage 1; the calls for ``inner``;
-        the updates' all-gather.
+        Program order. In ``init``: what ``inner.init`` needs of other devices' slices; usually nothing. In ``update``:
+        the gradients' reduce-scatter, or allreduce for stage 1; the calls for ``inner``; the updates' all-gather.
 
     Source:
         Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5.1 and 5.2.
@@ -140,6 +146,7 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
         :func:`optax.masked` or :func:`optax.multi_transform` leaves out has no leaf in it.
 
     Raises:
+        ValueError: a leaf has neither the shape of a slice nor that of the whole leaf.
         NameError: the axis is not bound.
 
     Order:
@@ -155,19 +162,27 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
         >>> jax.tree.map(jnp.shape, state.inner_state.trace)
         {'b': MaskedNode(), 'w': (3,)}
     """
-    axis_size("unshard_state", axis_name)
+    where = "unshard_state"
+    devices = axis_size(where, axis_name)
     shapes = shapes_of(params)
     started = jax.eval_shape(inner.init, shapes)
     leaves, tree = jax.tree.flatten(state)
-    cut = cuts_of_state(inner, started, [Sliced(x.shape) for x in jax.tree.leaves(shapes)])
-    places = [i for i, yes in enumerate(cut) if yes is not None]
+    belongs = belongs_to_parameters(inner, started, [x.shape for x in jax.tree.leaves(shapes)])
+    assert belongs is not None
     # Slices of stacked layers keep their first dimensions.
-    cuts = [Sliced(like.shape, x.ndim - 1) for like, x in zip(jax.tree.leaves(started), leaves, strict=True)]
+    cuts = [Sliced(like.shape, max(x.ndim - 1, 0)) for like, x in zip(jax.tree.leaves(started), leaves, strict=True)]
+    places = [
+        i
+        for i, (x, cut, yes) in enumerate(zip(leaves, cuts, belongs, strict=True))
+        if is_slice(where, x.shape, cut, devices, belongs=yes)
+    ]
     wholes = gather_whole([leaves[i] for i in places], [cuts[i] for i in places], axis_name)
     return tree.unflatten(replaced(leaves, places, wholes))
 
 
-def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: AxisName, *, like: Any = None) -> Any:
+def shard_state(
+    inner: optax.GradientTransformation, state: Any, axis_name: AxisName, *, like: Any = None, params: Tree = None
+) -> Any:
     """Cuts a whole state into the state of :func:`zero` on this device, the inverse of :func:`unshard_state`.
 
     The axis may have another number of devices than when the state was gathered.
@@ -176,14 +191,18 @@ def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: Axis
         inner: the optimizer inside :func:`zero`.
         state: a state as ``inner.init(params)`` makes it, the same on all devices.
         axis_name: the axis of :func:`zero`.
-        like: a state of :func:`sliced` on this device, or its shapes. Stacked layers need it: their slices keep first
-            dimensions. Default None: all slices are vectors.
+        like: a state of :func:`zero` or :func:`sliced` on this device, or its shapes. Stacked layers need it: their
+            slices keep first dimensions. So does an ``inner`` with collectives over the axis whose state has a number
+            for each parameter, which is not cut. Default None: all slices are vectors.
+        params: the parameters, or their shapes. An ``inner`` whose ``init`` :func:`optax.tree.map_params` cannot call,
+            such as :func:`optax.flatten`, needs them: leaves with the shape of a parameter are cut. Default None.
 
     Returns:
         The state of :func:`zero` on this device: a vector of length ``ceil(size / N)`` for each leaf that is cut, in
         the dtype of the leaf.
 
     Raises:
+        ValueError: ``params`` is needed; a leaf of ``like`` has neither the shape of a slice nor that of the whole.
         NameError: the axis is not bound.
 
     Order:
@@ -197,11 +216,22 @@ def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: Axis
         >>> own.trace.shape  # on each of two devices: two of the three elements, the last one is padding
         (2, 2)
     """
-    devices = axis_size("shard_state", axis_name)
+    where = "shard_state"
+    devices = axis_size(where, axis_name)
     leaves, tree = jax.tree.flatten(state)
-    cuts = cuts_of_state(inner, state, [])
-    kept = [0] * len(leaves) if like is None else [x.ndim - 1 for x in jax.tree.leaves(like)]
+    shapes = None if params is None else [x.shape for x in jax.tree.leaves(shapes_of(params))]
+    belongs = belongs_to_parameters(inner, state, shapes)
+    if like is not None:
+        known: list[bool | None] = [None] * len(leaves) if belongs is None else [*belongs]
+        cuts = [Sliced(x.shape, max(own.ndim - 1, 0)) for x, own in zip(leaves, jax.tree.leaves(like), strict=True)]
+        cut = [
+            is_slice(where, own.shape, cut, devices, belongs=yes)
+            for own, cut, yes in zip(jax.tree.leaves(like), cuts, known, strict=True)
+        ]
+    elif belongs is None:
+        fail_for_params(where)
+    else:
+        cuts, cut = [Sliced(jnp.shape(x)) for x in leaves], belongs
     return tree.unflatten(
-        x if cut is None else Sliced(x.shape, k).own(x, axis_name, devices)
-        for x, cut, k in zip(leaves, cuts, kept, strict=True)
+        c.own(x, axis_name, devices) if yes else x for x, c, yes in zip(leaves, cuts, cut, strict=True)
     )

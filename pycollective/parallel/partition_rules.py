@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ def match_partition_rules(rules: Sequence[tuple[str, jax.P]], tree: Any) -> Any:
 
     The path of an array is its keys with "/" between them, such as ``params/Block_0/up/kernel``. The state of an
     optimizer has the paths of the parameters in its own (``0/mu/params/Block_0/up/kernel``), so the same rules cut it.
-    Scalars are never cut.
+    Arrays of one element are never cut: scalars, and the placeholders in the state of Adafactor.
 
     Args:
         rules: pairs of a regular expression, for :func:`re.search`, and a partition. A partition names for the first
@@ -49,7 +50,7 @@ def match_partition_rules(rules: Sequence[tuple[str, jax.P]], tree: Any) -> Any:
     def partition(path: Any, leaf: Any) -> jax.P:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         shape = np.shape(leaf)
-        if not shape:
+        if math.prod(shape) <= 1:
             return jax.P()
         found = next((spec for pattern, spec in rules if re.search(pattern, name)), None)
         if found is None:

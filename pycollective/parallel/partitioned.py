@@ -36,9 +36,18 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from pycollective.jax_support import jax_internals, jaxprs
 from pycollective.named_axes import discharge
-from pycollective.parallel.axes import AxisName, Shape, Sliced, names_of, typed, vary
+from pycollective.parallel.axes import AxisName, Shape, Sliced, gather, names_of, typed, vary
 from pycollective.parallel.buckets import gather_whole
-from pycollective.parallel.cut_values import CALLS, COLLECTIVES, ELEMENTWISE, IDENTITIES, REDUCTIONS, RESHAPES
+from pycollective.parallel.cut_values import (
+    CALLS,
+    COLLECTIVES,
+    ELEMENTWISE,
+    IDENTITIES,
+    REDUCTIONS,
+    RESHAPES,
+    is_reduction,
+    keeps_order,
+)
 
 Array = Any
 
@@ -58,7 +67,8 @@ class _Value:
         uniform: whether it is a "same" value of which the devices have one element, a scalar, for all.
         cut: how a "slice" is cut.
         component: that of a "whole" value.
-        foreign: whether it comes from an array that the program has captured, which may differ between devices.
+        foreign: whether it comes from an array, not a number, that the program has captured or is given from outside,
+            and which may differ between devices.
         refused: why the value may not be used, or "".
     """
 
@@ -74,7 +84,6 @@ class _Value:
 
     def __post_init__(self) -> None:
         self.uniform |= self.kind == "same" and self.aval.ndim == 0
-        self.foreign &= self.aval.ndim > 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -127,8 +136,8 @@ class Program:
     # Values -------------------------------------------------------------------------------------------------------
 
     def same(self, aval: Any, *, foreign: bool = False, refused: str = "") -> _Value:
-        """Returns an argument that all devices have."""
-        return _Value(aval, "same", foreign=foreign, refused=refused)
+        """Returns an argument that all devices have. Numbers are taken for the same on all devices."""
+        return _Value(aval, "same", foreign=foreign and aval.ndim > 0, refused=refused)
 
     def sliced(self, aval: Any, cut: Sliced) -> _Value:
         """Returns an argument of which each device has its slice."""
@@ -136,7 +145,7 @@ class Program:
 
     def constant(self, x: Any) -> _Value:
         """Returns a constant of the program, or a value of the surrounding trace."""
-        value = _Value(jax.typeof(x), "same", foreign=isinstance(x, jax.core.Tracer))
+        value = _Value(jax.typeof(x), "same", foreign=isinstance(x, jax.core.Tracer) and x.ndim > 0)
         if isinstance(x, jax.core.Tracer):
             varies = jax_internals.varying_axes(x) & self._names
             value.refused = "computes with a value that each device has of its own, by JAX's types" if varies else ""
@@ -246,7 +255,7 @@ class Program:
 
     def _renamed(self, value: _Value, aval: Any, cut: Sliced | None = None) -> _Value:
         """Returns a value with the same array on each device, and another type."""
-        made = _Value(aval, value.kind, value.round, value.uniform, cut)
+        made = _Value(aval, value.kind, value.round, value.uniform, cut, foreign=value.foreign)
 
         def run(arrays: Arrays) -> None:
             arrays[made] = arrays[value]
@@ -260,12 +269,12 @@ class Program:
         if elementwise:
             return self._elementwise(eqn, operands)
         aval = eqn.outvars[0].aval
-        if name in RESHAPES and x.kind == "slice" and aval.size == x.aval.size:
+        if name in RESHAPES and keeps_order(eqn) and x.kind == "slice" and aval.size == x.aval.size:
             assert x.cut is not None
             kept = x.cut.kept
             if aval.shape[:kept] == x.aval.shape[:kept]:
                 return [self._renamed(x, aval, Sliced(aval.shape, kept))]
-        if name in REDUCTIONS and aval.size == 1 and x.kind == "slice":
+        if is_reduction(eqn) and aval.size == 1 and x.kind == "slice":
             return [self._reduction(eqn, operands, eqn.primitive.name)]
         if name == "dot_general" and all(v.kind == "slice" for v in operands) and aval.ndim == 0:
             (left, right), _ = eqn.params["dimension_numbers"]
@@ -283,6 +292,7 @@ class Program:
             v = self.as_same(v) if v.aval.shape != shape else v
             if v.aval.shape != shape and v.aval.ndim:
                 v = self._broadcast(v, shape)
+            _refuse_foreign(v)
             given.append(v if v.kind == "same" and v.uniform else self.as_slice(v, cut))
         at = max(v.round for v in given)
         made = [_Value(var.aval, "slice", at, cut=cut) for var in eqn.outvars]
@@ -322,7 +332,7 @@ class Program:
 
         def run(arrays: Arrays) -> None:
             neutral = _neutral(name, operands[0].aval.dtype)
-            xs = [cut.without_padding(arrays[v], neutral, self._axis_name, self._devices) for v in operands]
+            xs = [without_padding(arrays[v], cut, neutral, self._axis_name, self._devices) for v in operands]
             params = dict(eqn.params)
             if eqn.primitive.name == "dot_general":
                 xs, params["dimension_numbers"] = [jnp.ravel(x) for x in xs], (((0,), (0,)), ((), ()))
@@ -361,6 +371,7 @@ class Program:
     def _cond(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         """Plans a choice between branches by a number that all devices have."""
         index = self.as_same(operands[0])
+        _refuse_foreign(index)
         given = [self.as_slice(v, Sliced(v.aval.shape)) if v.kind == "whole" else v for v in operands[1:]]
         at = max(v.round for v in (index, *given))
         programs, results = [], []
@@ -424,15 +435,22 @@ class Program:
         return vary(x, self._typed)
 
     def _reduce(self, reductions: Sequence[_Reduced], arrays: Arrays) -> None:
-        """Completes the devices' sums, maxima and minima, by one call for each kind and dtype."""
+        """Completes the devices' sums, maxima and minima, by one call for each kind and dtype.
+
+        Maxima and minima of floating-point numbers are gathered: an all-reduce of XLA on CPUs may lose a NaN.
+        """
         collectives = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+        of_rows = {"max": jnp.max, "min": jnp.min}
         groups: dict[Any, list[_Reduced]] = {}
         for r in reductions:
             groups.setdefault((r.op, r.part.aval.dtype, jax_internals.varying_axes(arrays[r.part])), []).append(r)
         for (op, dtype, _), group in groups.items():
             row = jnp.stack([self._varying(arrays[r.part]) for r in group])
-            of_numbers = row.astype(jnp.int32) if dtype.kind == "b" else row
-            total = collectives[op](of_numbers, self._axis_name).astype(dtype)
+            if op in of_rows and jnp.issubdtype(dtype, jnp.inexact):
+                total = of_rows[op](gather(row, self._axis_name), axis=0)
+            else:
+                of_numbers = row.astype(jnp.int32) if dtype.kind == "b" else row
+                total = collectives[op](of_numbers, self._axis_name).astype(dtype)
             arrays.update((r.total, total[i]) for i, r in enumerate(group))
 
     def _gather(self, gathers: Sequence[tuple[_Value, _Value]], arrays: Arrays) -> None:
@@ -601,6 +619,16 @@ def _refuse_foreign(value: _Value) -> None:
         raise RefusedError(
             "computes with an array from outside of the parameters and the state, which may differ between devices"
         )
+
+
+def without_padding(x: Array, cut: Sliced, neutral: Any, axis_name: AxisName, devices: int) -> Array:
+    """Returns this device's slice ``x``, with ``neutral`` in the padding of the last slices."""
+    length = x.shape[-1]
+    if length * devices == cut.size:
+        return x
+    # The number of elements in each device's slice. The number of all elements may exceed an int32, a slice's does not.
+    counts = jnp.asarray(np.clip(cut.size - length * np.arange(devices), 0, length), jnp.int32)
+    return jnp.where(jnp.arange(length) < counts[lax.axis_index(axis_name)], x, jnp.asarray(neutral, x.dtype))
 
 
 def names_axis(closed: ClosedJaxpr, axis_name: AxisName) -> bool:

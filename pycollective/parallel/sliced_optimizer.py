@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from pycollective.errors import message
 from pycollective.jax_support import jax_internals
-from pycollective.parallel.axes import AxisName, Sliced, axis_size, in_order, name_of, names_of, typed
+from pycollective.parallel.axes import AxisName, Shape, Sliced, axis_size, in_order, name_of, names_of, typed
 from pycollective.parallel.elementwise import (
     CHECKED,
     Check,
@@ -24,20 +26,46 @@ from pycollective.parallel.elementwise import (
     is_number,
     varying_of,
 )
-from pycollective.parallel.partitioned import Program, RefusedError, names_axis
+from pycollective.parallel.partitioned import Program, RefusedError, names_axis, without_padding
 
 Array = Any
 Tree = Any
 
 _REMEDY = "Average over devices before what differs between them, and pass it as a number."
+_REMEDY_OF_STATE = "Pass a state of init, or of shard_state for this optimizer."
+
+
+def belongs_to_parameters(
+    inner: optax.GradientTransformation, state: Any, params: Sequence[Shape] | None
+) -> list[bool] | None:
+    """Returns for each leaf of a state whether it belongs to a parameter, as :func:`optax.tree.map_params` finds it.
+
+    If ``inner.init`` needs more of the parameters than :func:`optax.tree.map_params` gives it, the leaves with the
+    shape of a parameter belong to it, except for scalars. Keys of :mod:`jax.random` belong to none: they cannot
+    be cut.
+
+    Args:
+        inner: the optimizer.
+        state: the state that the optimizer has for whole parameters, or its shapes.
+        params: the shapes of the parameters. None: not known. Then the result may be None, also not known.
+    """
+    leaves = jax.tree.leaves(state)
+    try:
+        found = jax.tree.leaves(
+            optax.tree.map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        if params is None:
+            return None
+        found = [np.ndim(x) > 0 and np.shape(x) in params for x in leaves]
+    return [
+        yes and not jax.dtypes.issubdtype(dtype_of(x), jax.dtypes.extended)
+        for x, yes in zip(leaves, found, strict=True)
+    ]
 
 
 def cuts_of_state(inner: optax.GradientTransformation, state: Any, cuts: Sequence[Sliced]) -> list[Sliced | None]:
     """Returns for each leaf of a state how it is cut. None: all devices have it.
-
-    The leaves that belong to parameters, as :func:`optax.tree.map_params` finds them, are cut. If ``inner.init`` needs
-    more of the parameters than :func:`optax.tree.map_params` gives it, these are the leaves with the shape of a
-    parameter.
 
     Args:
         inner: the optimizer.
@@ -45,14 +73,41 @@ def cuts_of_state(inner: optax.GradientTransformation, state: Any, cuts: Sequenc
         cuts: how the parameters are cut.
     """
     kept = {cut.shape: cut.kept for cut in cuts}
-    leaves = jax.tree.leaves(state)
-    try:
-        belongs = jax.tree.leaves(
-            optax.tree.map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
-        )
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        belongs = [x.shape in kept for x in leaves]
-    return [Sliced(x.shape, kept.get(x.shape, 0)) if yes else None for x, yes in zip(leaves, belongs, strict=True)]
+    belongs = belongs_to_parameters(inner, state, list(kept))
+    assert belongs is not None
+    return [
+        Sliced(x.shape, kept.get(x.shape, 0)) if yes else None
+        for x, yes in zip(jax.tree.leaves(state), belongs, strict=True)
+    ]
+
+
+def is_slice(where: str, own: Shape, cut: Sliced, devices: int, *, belongs: bool | None) -> bool:
+    """Returns whether a leaf of a state in slices is a slice, by its shape.
+
+    Args:
+        where: the name of the calling function, for messages.
+        own: the shape of the leaf.
+        cut: how the leaf would be cut.
+        devices: the number of devices.
+        belongs: whether the leaf belongs to a parameter; None: not known.
+
+    Raises:
+        ValueError: the shape is neither that of a slice nor that of the whole leaf; or it is both, and whether the leaf
+            belongs to a parameter is not known.
+    """
+    shape = cut.slice_shape(devices)
+    if own != cut.shape and own != shape:
+        error = message(f"parallel.{where}", f"a leaf of shape {shape} or {cut.shape}", f"{own}", _REMEDY_OF_STATE)
+        raise ValueError(error)
+    if own == cut.shape == shape and belongs is None and devices > 1:
+        fail_for_params(where)
+    return own == shape and (own != cut.shape or bool(belongs))
+
+
+def fail_for_params(where: str) -> NoReturn:
+    """Raises ValueError, since the parameters are needed to know which leaves of a state are cut."""
+    expected = "an optimizer whose init optax.tree.map_params can call, or the parameters"
+    raise ValueError(message(f"parallel.{where}", expected, "neither", "Pass params=, the parameters or their shapes."))
 
 
 class SlicedOptimizer:
@@ -60,7 +115,8 @@ class SlicedOptimizer:
 
     ``init`` and ``update`` of the optimizer are traced for whole arrays and computed for slices, see
     :mod:`~pycollective.parallel.partitioned`. An optimizer that computes collectives over the axis is written for
-    slices: it is checked by :class:`~pycollective.parallel.elementwise.Check`, and applied to slices as it is.
+    slices: it is checked by :class:`~pycollective.parallel.elementwise.Check`, and both of its functions are applied to
+    slices as they are.
 
     Args:
         where: the name of the calling function, for messages.
@@ -76,11 +132,9 @@ class SlicedOptimizer:
     def init(self, slices: Tree, cuts: Sequence[Sliced]) -> Any:
         """Returns the state in slices. ``cuts`` says for each leaf of ``slices`` how it is cut."""
         leaves, tree = jax.tree.flatten(slices)
-        whole = self._whole(leaves, cuts)
-        closed, state = jax.make_jaxpr(lambda *xs: self._inner.init(tree.unflatten(whole.vary(xs))), return_shape=True)(
-            *whole.shapes
-        )
-        if names_axis(closed, self._axis_name):
+        closed, state = self._traced_init(tree, whole := self._whole(leaves, cuts))
+        if names_axis(closed, self._axis_name) or self._update_names_axis(tree, whole, closed, state):
+            self._check.at_init(self._cutting(cuts, leaves), slices)
             return self._inner.init(slices)
         program = self._program()
         arguments = [program.sliced(x, cut) for x, cut in zip(whole.shapes, cuts, strict=True)]
@@ -102,11 +156,14 @@ class SlicedOptimizer:
         of_params = jax.tree.leaves(params)
         like = of_grads if params is None else of_params
         whole_grads, whole_params = self._whole(of_grads, cuts), self._whole(of_params, cuts[: len(of_params)])
-        started = jax.eval_shape(lambda *xs: self._inner.init(tree.unflatten(xs)), *self._whole(like, cuts).shapes)
+        whole_like = self._whole(like, cuts)
+        closed_init, started = self._traced_init(tree, whole_like)
         of_state, state_tree = jax.tree.flatten(state)
+        if state_tree != jax.tree.structure(started):
+            expected = f"a state {jax.tree.structure(started)}"
+            raise ValueError(message(f"parallel.{self._where}", expected, f"{state_tree}", _REMEDY_OF_STATE))
         state_cuts = cuts_of_state(self._inner, started, cuts)
-        self._check_state(state, started, state_cuts)
-        whole_state = self._whole(of_state, state_cuts)
+        whole_state = self._whole(of_state, [Sliced(x.shape) for x in jax.tree.leaves(started)])
         arrays, extra_tree = jax.tree.flatten(dict(extra_args))
         places = [i for i, x in enumerate(arrays) if is_number(x)]
         numbers = [arrays[i] for i in places]
@@ -125,13 +182,28 @@ class SlicedOptimizer:
         closed, made = jax.make_jaxpr(function, return_shape=True)(
             whole_grads.shapes, whole_params.shapes, whole_state.shapes, whole_extra.shapes
         )
-        if names_axis(closed, self._axis_name):
+        if names_axis(closed_init, self._axis_name) or names_axis(closed, self._axis_name):
             self._check.at_update(self._cutting(cuts, of_grads), grads, params, extra_args)
+            slices = self._whole(like, [None] * len(like))
+            of_slices = self._shapes_of_state(tree, slices)
+            longer = [jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] + 1), x.dtype) for x in slices.shapes]
+            fixed = map(operator.eq, of_slices, self._shapes_of_state(tree, slices._replace(shapes=longer)))
+            if any(cut is not None and alike for cut, alike in zip(state_cuts, fixed, strict=True)):
+                known = names_axis(closed_init, self._axis_name)
+                if not known and not self._update_names_axis(tree, whole_like, closed_init, started):
+                    self._fail_for_extra_args(extra_args)
+            self._check_state(state, of_slices)
             return self._inner.update(grads, state, params, **extra_args)
         if jax.tree.structure(made) != jax.tree.structure((grads, state)):
             got = f"one that gives {jax.tree.structure(made)}"
             expected = f"an optimizer that gives back what it gets, {jax.tree.structure((grads, state))}"
             raise ValueError(message(f"parallel.{self._where}", expected, got, "Keep the structure of the state."))
+        devices = axis_size(self._where, self._axis_name)
+        of_started = [x.shape for x in jax.tree.leaves(started)]
+        self._check_state(
+            state,
+            [x if cut is None else cut.slice_shape(devices) for x, cut in zip(of_started, state_cuts, strict=True)],
+        )
         program = self._program()
         arguments = [
             program.sliced(x, cut) if cut is not None else program.same(x)
@@ -184,20 +256,45 @@ class SlicedOptimizer:
             )
             raise ValueError(message(f"parallel.{self._where}", expected, got, remedy))
 
-    def _check_state(self, state: Any, started: Any, cuts: Sequence[Sliced | None]) -> None:
-        """Raises ValueError if a state is not one that :meth:`init` makes."""
-        where, devices = f"parallel.{self._where}", axis_size(self._where, self._axis_name)
-        remedy = "Pass a state of init, or of shard_state for this optimizer."
-        if jax.tree.structure(state) != jax.tree.structure(started):
-            got = f"{jax.tree.structure(state)}"
-            raise ValueError(message(where, f"a state {jax.tree.structure(started)}", got, remedy))
-        for (path, x), like, cut in zip(
-            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(started), cuts, strict=True
-        ):
-            shape = like.shape if cut is None else cut.slice_shape(devices)
+    def _traced_init(self, tree: Any, leaves: Leaves) -> tuple[ClosedJaxpr, Any]:
+        """Returns the program of ``init`` for these leaves, and the shapes of its state."""
+        return jax.make_jaxpr(lambda *xs: self._inner.init(tree.unflatten(leaves.vary(xs))), return_shape=True)(
+            *leaves.shapes
+        )
+
+    def _shapes_of_state(self, tree: Any, leaves: Leaves) -> list[Shape]:
+        return [x.shape for x in jax.tree.leaves(self._traced_init(tree, leaves)[1])]
+
+    def _fail_for_extra_args(self, extra_args: Mapping[str, Any]) -> NoReturn:
+        """Raises ValueError, since ``init`` has cut numbers that belong to parameters but not to their elements."""
+        expected = "an optimizer with collectives over the axis whose update can be called without extra arguments"
+        got = f"one that needs some of {sorted(extra_args)}, and has in its state what does not depend on the elements"
+        raise ValueError(message(f"parallel.{self._where}", expected, got, "Give these arguments defaults."))
+
+    def _update_names_axis(self, tree: Any, whole: Leaves, closed: ClosedJaxpr, state: Any) -> bool:
+        """Returns whether ``update``, without extra arguments, computes a collective over the axis.
+
+        An ``update`` that needs extra arguments, and computes a collective, gets a state of whole arrays in slices.
+        :meth:`update` refuses it if leaves are cut that ``init`` for slices would not cut.
+        """
+        leaves, state_tree = jax.tree.flatten(state)
+        states = Leaves(None, leaves, [jax_internals.varying_axes_of(var.aval) for var in closed.jaxpr.outvars])
+
+        def update(leaves: Any, carried: Any) -> Any:
+            params = tree.unflatten(whole.vary(leaves))
+            return self._inner.update(params, state_tree.unflatten(states.vary(carried)), params)
+
+        try:
+            return names_axis(jax.make_jaxpr(update)(whole.shapes, leaves), self._axis_name)
+        except (KeyError, TypeError, ValueError):
+            return False
+
+    def _check_state(self, state: Any, shapes: Sequence[Shape]) -> None:
+        """Raises ValueError if a state is not one that :meth:`init` makes, with leaves of these shapes."""
+        for (path, x), shape in zip(jax.tree_util.tree_leaves_with_path(state), shapes, strict=True):
             if np.shape(x) != shape:
                 expected = f"a state with the shape {shape} at {name_of(path)}"
-                raise ValueError(message(where, expected, f"{np.shape(x)}", remedy))
+                raise ValueError(message(f"parallel.{self._where}", expected, f"{np.shape(x)}", _REMEDY_OF_STATE))
 
     def _cutting(self, cuts: Sequence[Sliced], own: Sequence[Array]) -> Cutting:
         return cut_in_slices([cut.shape for cut in cuts], self._axis_name, [np.shape(x) for x in own])
@@ -221,7 +318,7 @@ class SlicedOptimizer:
             for x, cut in zip(results, cuts, strict=True)
         ]
         arrays = [
-            jnp.asarray(x) if cut is None else cut.without_padding(x, 0, self._axis_name, devices)
+            jnp.asarray(x) if cut is None else without_padding(x, cut, 0, self._axis_name, devices)
             for x, cut in zip(program.run(given, wanted), cuts, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)

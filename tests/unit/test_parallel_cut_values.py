@@ -207,7 +207,7 @@ def test_a_check_makes_no_numbers_and_is_made_once() -> None:
         return p
 
     jax.make_jaxpr(steps, axis_env=[("i", 2)])(params)
-    assert calls["update"] == 2 + 2 * 3  # to see whether it names the axis, and for slices
+    assert calls["update"] == 2 + 1 + 2 * 3  # for the check; to see whether it names the axis; for slices
 
 
 def test_ranks_trace_the_same_program() -> None:

@@ -78,3 +78,12 @@ def test_what_is_refused() -> None:
         parallel.match_partition_rules([("bias", jax.P(None, "model"))], tree)
     with pytest.raises(RuntimeError, match="expected a mesh, got none"):
         parallel.init_by_rules(RULES, lambda: tree)
+
+
+def test_arrays_of_one_element_are_whole() -> None:
+    """Adafactor has arrays of shape (1,) where it does not factor, or factors."""
+    params = {"k": jnp.ones((128, 256)), "b": jnp.ones(6)}
+    state = jax.eval_shape(optax.adafactor(1.0, min_dim_size_to_factor=128).init, params)
+    rules = [("v_(row|col)/k", jax.P("model")), ("k$", jax.P(None, "model")), ("", jax.P())]
+    found = parallel.match_partition_rules(rules, state)[0]
+    assert (found.v["k"], found.v_row["k"]) == (jax.P(), jax.P("model"))

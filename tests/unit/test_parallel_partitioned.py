@@ -13,7 +13,16 @@ import pytest
 from jax import lax
 
 from pycollective.jax_support.jaxprs import all_equations
-from pycollective.parallel import fsdp, master_weights, partitioned, shard_state, unshard_state, zero
+from pycollective.parallel import (
+    clip_by_global_norm,
+    fsdp,
+    master_weights,
+    partitioned,
+    shard_state,
+    unshard_state,
+    zero,
+)
+from pycollective.parallel.axes import Sliced
 from pycollective.parallel.per_device import as_varying
 from tests.cases import values
 
@@ -226,6 +235,12 @@ def test_what_may_differ_between_devices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"zero: expected .*, got one that computes with an array from outside"):
         traced(zero(by_array, "i"), w=jnp.ones((6, 4)))
     assert "all_gather" in traced(zero(by_array, "i"), w=2.0)
+    for number in jnp.linalg.norm, lambda w: w[0, 0]:
+        by_number = optax.GradientTransformationExtraArgs(
+            optax.init_empty_state, lambda u, s, p=None, *, w, number=number: (u | {"w": u["w"] * number(w)}, s)
+        )
+        with pytest.raises(ValueError, match=r"zero: expected .*, got one that computes with an array from outside"):
+            traced(zero(by_number, "i"), w=jnp.ones((6, 4)))
     with pytest.raises(ValueError, match=r"sliced: expected .*, got one that computes with an array from outside"):
         jax.make_jaxpr(
             lambda p, w: fsdp.sliced(optax.stateless(lambda u, _: jax.tree.map(lambda x: x @ w, u)), p, "i").update(
@@ -328,3 +343,169 @@ def test_master_weights_in_slices() -> None:
         master_weights(inner, "int8")
     with pytest.raises(ValueError, match="master_weights: expected the parameters as well"):
         master_weights(inner).update(params, master_weights(inner).init(params))
+
+
+def twice(inner: Any, params: Tree, devices: int = 2) -> Tree:
+    """The updates of the second step on each device, with the parameters as gradients."""
+
+    def of_device(p: Tree, _: Array) -> Tree:
+        optimizer = zero(inner, "i")
+        _, state = optimizer.update(p, optimizer.init(p), p)
+        return optimizer.update(p, state, p)[0]
+
+    return jax.jit(jax.vmap(of_device, (None, 0), axis_name="i"))(params, jnp.zeros(devices))
+
+
+def matches(inner: Any, params: Tree, devices: int = 2, like: Any = None) -> None:
+    """Compares :func:`twice` with one device, which has the optimizer ``like``, by default the same one."""
+    like = inner if like is None else like
+    _, state = like.update(params, like.init(params), params)
+    want, _ = like.update(params, state, params)
+    for a, b in zip(jax.tree.leaves(twice(inner, params, devices)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, np.broadcast_to(b, a.shape), 1e-5)
+
+
+def halving(names: Any = None) -> Any:
+    """Has a number for each parameter; ``names``: as well a state which :func:`optax.tree.map_params` cannot find."""
+
+    def init(p: Tree) -> Tree:
+        numbers = jax.tree.map(lambda _: jnp.ones(()), p)
+        return numbers if names is None else numbers | {"first": p[names] * 0}
+
+    def update(u: Tree, s: Any, p: Tree = None) -> tuple[Tree, Any]:
+        s = s | {name: s[name] / 2 for name in u}
+        return {name: u[name] * s[name] for name in u}, s
+
+    return optax.GradientTransformation(init, update)
+
+
+MATRIX = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
+
+
+@pytest.mark.parametrize("names", [None, "w"])
+def test_a_number_for_each_parameter_beside_a_collective(names: Any) -> None:
+    """``init`` and ``update`` both get slices, or both get whole arrays."""
+    inner = optax.chain(clip_by_global_norm(1e9, "i"), halving(names))
+    matches(inner, {"w": MATRIX, "s": np.float32(2)}, like=halving(names))
+    matches(halving(names), {"w": MATRIX, "s": np.float32(2)})
+
+
+def test_init_with_a_collective_is_checked() -> None:
+    inner = optax.GradientTransformation(lambda p: lax.pmean(optax.tree.norm(p), "i"), lambda u, s, p=None: (u / s, s))
+    with pytest.raises(ValueError, match="zero: expected an optimizer that updates each element by itself"):
+        twice(inner, MATRIX)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_init_cannot_know_of_a_collective_for_an_extra_argument(shape: tuple[int, ...]) -> None:
+    def update(u: Tree, s: Tree, p: Tree = None, *, by: Array) -> tuple[Tree, Tree]:
+        return jax.tree.map(lambda x, n: x * n.sum() * lax.pmax(by, "i"), u, s), s
+
+    def init(p: Tree) -> Tree:
+        return jax.tree.map(lambda _: jnp.ones(shape), p)
+
+    inner = optax.GradientTransformationExtraArgs(init, update)
+    with pytest.raises(ValueError, match=r"whose update can be called without extra .*, got one that needs .*\['by'\]"):
+        traced(zero(inner, "i"), {"w": MATRIX}, by=2.0)
+    momentum = optax.GradientTransformationExtraArgs(
+        optax.trace(0.9).init, lambda u, s, p=None, *, by: (jax.tree.map(lambda x: x * lax.pmax(by, "i"), u), s)
+    )
+    assert "pmax" in traced(zero(momentum, "i"), {"w": MATRIX}, by=2.0)
+
+
+def test_bools_in_the_state_have_no_known_padding() -> None:
+    def update(u: Array, s: Array, p: Any = None) -> tuple[Array, Array]:
+        return u * lax.pmin(jnp.all(s).astype(jnp.int32), "i"), s
+
+    inner = optax.GradientTransformation(jnp.isfinite, update)
+    with pytest.raises(ValueError, match="lax.reduce_and of what need not be neutral"):
+        twice(inner, np.ones(5, np.float32))
+    matches(inner, np.ones(4, np.float32), like=optax.identity())
+
+
+@pytest.mark.parametrize("function", [jnp.max, jnp.min])
+def test_nan_of_one_device_reaches_all(function: Callable[[Array], Array]) -> None:
+    inner = optax.stateless(lambda u, _: u / function(jnp.abs(u)))
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    grads = jnp.array([jnp.nan, 2, 3, 4])
+    optimizer = zero(inner, "i")
+    mapped = jax.shard_map(
+        lambda g: optimizer.update(as_varying(g, "i"), optimizer.init(g))[0], mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    for g in grads, grads[::-1]:
+        assert jnp.isnan(jax.jit(mapped)(g)).all()
+
+
+def test_bits_and_transposed_reshapes() -> None:
+    """``and`` and ``or`` of integers are of their bits. A reshape may transpose its operand before."""
+
+    def update(u: Tree, _: Any) -> Tree:
+        n = u["n"].astype(jnp.int32)
+        bits = lax.reduce_and(n, (0,)) + 10 * lax.reduce_or(n, (0,))
+        line = lax.reshape(u["w"], (6,), dimensions=(1, 0)) * jnp.arange(6)
+        return {"n": u["n"] * bits, "w": lax.reshape(line, (2, 3)), "q": lax.reshape(u["q"], (2, 2), dimensions=(1, 0))}
+
+    matches(
+        optax.stateless(update),
+        {"n": np.float32([6, 6, 5, 5]), "w": MATRIX, "q": np.float32([[1, 2], [3, 4]])},
+    )
+
+
+def test_padding_of_very_many_elements() -> None:
+    """Their number exceeds an int32."""
+    size, devices = 2**31 + 11, 2
+    cut = Sliced((size,))
+    closed = jax.make_jaxpr(lambda x: partitioned.without_padding(x, cut, 0, "i", devices), axis_env=[("i", devices)])(
+        jax.ShapeDtypeStruct(cut.slice_shape(devices), jnp.bfloat16)
+    )
+    assert [x.shape for x in closed.out_avals] == [cut.slice_shape(devices)]
+    (counts,) = [x for x in closed.consts if np.shape(x) == (devices,)]
+    assert counts.tolist() == [2**30 + 6, 2**30 + 5]
+
+
+def test_a_state_is_cut_again_as_before() -> None:
+    """An optimizer that :func:`optax.tree.map_params` cannot call, and numbers beside a collective."""
+    params = {"w": MATRIX, "s": np.float32(2)}
+    flat = optax.flatten(optax.trace(0.9))
+    numbers = optax.chain(clip_by_global_norm(1e9, "i"), halving())
+
+    def saved_and_restored(inner: Any, p: Tree, *, by_like: bool) -> Tree:
+        optimizer = zero(inner, "i")
+        _, state = optimizer.update(p, optimizer.init(p), p)
+        whole = unshard_state(inner, state, p, "i")
+        how = {"like": state} if by_like else {"params": p}
+        return optimizer.update(p, shard_state(inner, whole, "i", **how), p)[0], whole
+
+    def of_device(p: Tree, _: Array) -> Tree:
+        return saved_and_restored(flat, p, by_like=False), saved_and_restored(numbers, p, by_like=True)
+
+    def on_one(inner: Any) -> Tree:
+        _, state = inner.update(params, inner.init(params), params)
+        return inner.update(params, state, params)[0], state
+
+    got = jax.jit(jax.vmap(of_device, (None, 0), axis_name="i"))(params, jnp.zeros(2))
+    want = on_one(flat), on_one(optax.chain(optax.identity(), halving()))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, np.broadcast_to(b, a.shape), 1e-5)
+    with pytest.raises(ValueError, match="shard_state: expected an optimizer whose init .* or the parameters"):
+        jax.make_jaxpr(lambda s: shard_state(flat, s, "i"), axis_env=[("i", 2)])(flat.init(params))
+    with pytest.raises(ValueError, match=r"unshard_state: expected a leaf of shape \(2, 2\) or \(2, 3\), got \(2, 4\)"):
+        jax.make_jaxpr(lambda s: unshard_state(optax.trace(0.9), s, MATRIX, "i"), axis_env=[("i", 2)])(
+            optax.TraceState(jnp.ones((2, 4)))
+        )
+
+
+def test_keys_in_the_state_and_flags() -> None:
+    """A state may have a key for each parameter. A bool of Python among the other arguments is static."""
+
+    def update(u: Tree, s: Tree, p: Tree = None, *, flag: bool) -> tuple[Tree, Tree]:
+        noise = jax.tree.map(lambda x, k: jax.random.normal(k, x.shape) if flag else x, u, s)
+        return noise, jax.tree.map(lambda k: jax.random.split(k)[0], s)
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: jax.tree.map(lambda _: jax.random.key(3), p), update)
+
+    def of_device(p: Array, _: Array) -> Array:
+        return zero(inner, "i").update(p, zero(inner, "i").init(p), p, flag=True)[0]
+
+    got = jax.vmap(of_device, (None, 0), axis_name="i")(MATRIX, jnp.zeros(2))
+    np.testing.assert_allclose(got[1], jax.random.normal(jax.random.key(3), MATRIX.shape), 1e-5)
