@@ -2,13 +2,15 @@
 
 A checkpoint is a directory, named after its step:
 
-    layout.json     the number of ranks, and the notes, such as the position of the data loader; written first
-    arrays/NAME     one array of the state, in the format Zarr 3; each rank writes the chunks that it has
-    done.RANK       this rank has written all its chunks
+    layout.json           the number of ranks, a random token of this write, and the notes, such as the position of the
+                          data loader; written first
+    arrays.TOKEN/NAME     one array of the state, in the format Zarr 3; each rank writes the chunks that it has
+    done.TOKEN.RANK       this rank has written all its chunks
 
-A checkpoint is complete if there is a file ``done.RANK`` of each rank. So ranks need not communicate at the end of a
-write, and a job may end at any time: what is not complete is not read. An array in Zarr does not depend on how it was
-cut, so a job may read it on another layout.
+A checkpoint is complete if there is a file ``done.TOKEN.RANK`` of each rank. So ranks need not communicate at the end
+of a write, and a job may end at any time: what is not complete is not read. A thread of ranks that have failed may go
+on to write while the same step is written anew: it has another token, so it writes nothing that is read. An array in
+Zarr does not depend on how it was cut, so a job may read it on another layout.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 import urllib.parse
 from collections.abc import Iterable, Sequence
@@ -201,13 +204,15 @@ class Checkpoints:
             ValueError: on all ranks: a spec does not fit; no rank has some elements of an array, or two ranks have the
                 same ones, as when the stages of a pipeline use equal names.
             TypeError: on all ranks: JSON cannot have the notes.
-            OSError, RuntimeError: on all ranks: a rank could not write the previous checkpoint.
+            OSError, RuntimeError: on all ranks: a rank could not write the previous checkpoint; rank 0 could not make
+                the directory of this one, or remove an old one.
         """
         self.wait()
         blocks: list[_Block] = []
         problem: Exception | None = None
+        token: str | None = secrets.token_hex(8)  # that of rank 0 counts
         try:
-            text = json.dumps({"ranks": self._comm.size, "notes": notes})
+            text = json.dumps({"ranks": self._comm.size, "token": token, "notes": notes})
             blocks = _blocks(state, mesh, specs)
         except (TypeError, ValueError) as error:
             problem = error
@@ -215,20 +220,21 @@ class Checkpoints:
         self._check_layout(blocks)
         folder = self._directory / str(step)
         if self._comm.rank == 0:
-            self._remove_old()
-            problem = None
             try:
-                if not _is_complete(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
-                    (folder / "arrays").mkdir(parents=True)
-                    with files.replaced(folder / _LAYOUT) as file:
-                        file.write(text)
+                self._remove_old()
+                if _complete_layout(folder):
+                    token = None
+                else:
+                    _remove(folder)
+                    folder.mkdir(parents=True, exist_ok=True)  # a thread of ranks that have failed may write there
+                    _publish(folder / _LAYOUT, text)
             except OSError as error:
                 problem = error
         self._raise_on_all(problem)
-        if not self._comm.mpi.bcast(_is_complete(folder)):
+        token = self._comm.mpi.bcast(token)
+        if token is not None:
             own = [(block, np.array(block.values(), copy=True)) for block in blocks if block.is_writer]
-            self._writing = self._thread.submit(_write, folder, self._comm.rank, own)
+            self._writing = self._thread.submit(_write, folder, token, self._comm.rank, own)
 
     def restore(self, like: Tree, mesh: Mesh, specs: Tree) -> Restored | None:
         """Reads this rank's part of the newest complete checkpoint, after the write that is under way.
@@ -243,31 +249,33 @@ class Checkpoints:
             The step, the state and the notes. None on all ranks if there is no complete checkpoint.
 
         Raises:
-            ValueError: on all ranks: the checkpoint lacks an array, or has it in another shape or dtype; a spec does
-                not fit.
+            ValueError: on all ranks: the checkpoint lacks an array, or a part of it, or has it in another shape or
+                dtype; a spec does not fit.
+            OSError: on all ranks: a rank could not read it.
         """
         self.wait()
-        found = None
-        if self._comm.rank == 0 and (steps := self._complete_steps()):
-            found = steps[-1], json.loads((self._directory / str(steps[-1]) / _LAYOUT).read_text())["notes"]
-        found = self._comm.mpi.bcast(found)
+        found = self._newest()
         if found is None:
             return None
-        step, notes = found
+        step, layout = found
         state, problem = None, None
         try:
-            arrays = [block.read(self._directory / str(step)) for block in _blocks(like, mesh, specs)]
-            state = jax.tree.structure(like).unflatten(arrays)
+            arrays = _arrays(self._directory / str(step), layout["token"])
+            values = [block.read(arrays) for block in _blocks(like, mesh, specs)]
+            state = jax.tree.structure(like).unflatten(values)
         except (ValueError, OSError) as error:
             problem = error
         self._raise_on_all(problem)
-        return Restored(step, state, notes)
+        return Restored(step, state, layout["notes"])
 
     def latest_step(self) -> int | None:
-        """Returns the step of the newest complete checkpoint, the same on all ranks; None if there is none."""
-        steps = self._complete_steps() if self._comm.rank == 0 else []
-        newest: int | None = self._comm.mpi.bcast(steps[-1] if steps else None)
-        return newest
+        """Returns the step of the newest complete checkpoint, the same on all ranks; None if there is none.
+
+        Raises:
+            OSError: on all ranks: rank 0 could not read the directory.
+        """
+        newest = self._newest()
+        return None if newest is None else newest[0]
 
     def wait(self) -> None:
         """Waits until all ranks have written the checkpoint that is under way.
@@ -288,13 +296,28 @@ class Checkpoints:
 
     def _raise_on_all(self, problem: BaseException | None) -> None:
         """Raises the error of the first rank that has one, on all ranks."""
-        texts = self._comm.mpi.allgather(None if problem is None else (type(problem).__name__, str(problem)))
-        for rank, text in enumerate(texts):
-            if text is not None:
-                kinds = {"ValueError": ValueError, "TypeError": TypeError, "OSError": OSError}
-                kind = type(problem) if problem and rank == self._comm.rank else kinds.get(text[0], RuntimeError)
-                error = text[1] if text[1].startswith("pycollective.") else f"{_WHERE}: {text[0]}: {text[1]}"
-                raise kind(f"{error} (on rank {rank})") from problem
+        own = None
+        if problem is not None:
+            kind = next((kind for kind in (ValueError, TypeError, OSError) if isinstance(problem, kind)), RuntimeError)
+            text = str(problem)
+            if not text.startswith("pycollective."):
+                text = f"{_WHERE}: {type(problem).__name__}: {text}"
+            own = kind, text
+        for rank, found in enumerate(self._comm.mpi.allgather(own)):
+            if found is not None:
+                raise found[0](f"{found[1]} (on rank {rank})") from problem
+
+    def _newest(self) -> tuple[int, Any] | None:
+        """Returns the step and the layout of the newest complete checkpoint, the same on all ranks."""
+        found, problem = None, None
+        if self._comm.rank == 0:
+            try:
+                found = max(self._complete().items(), default=None)
+            except OSError as error:
+                problem = error
+        self._raise_on_all(problem)
+        newest: tuple[int, Any] | None = self._comm.mpi.bcast(found)
+        return newest
 
     def _check_layout(self, blocks: Sequence[_Block]) -> None:
         """Raises an error on all ranks if not each element of each array has one rank that writes it."""
@@ -328,37 +351,66 @@ class Checkpoints:
         remedy = "Give arrays of different stages different paths, and the specs by which they are cut."
         fail(ValueError, _WHERE, self._comm, expected, got, remedy)
 
-    def _complete_steps(self) -> list[int]:
-        return sorted(int(path.name) for path in self._folders() if _is_complete(path))
+    def _complete(self) -> dict[int, Any]:
+        """Returns the layouts of the complete checkpoints by their steps."""
+        layouts = {int(path.name): _complete_layout(path) for path in self._folders()}
+        return {step: layout for step, layout in layouts.items() if layout}
 
     def _folders(self) -> Iterable[Path]:
         if not self._directory.is_dir():
             return []
-        return [path for path in self._directory.iterdir() if path.name.isdecimal()]
+        return [
+            path
+            for path in self._directory.iterdir()
+            if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir()
+        ]
 
     def _remove_old(self) -> None:
         """Removes all but the newest complete checkpoints. No rank writes."""
-        kept = set(self._complete_steps()[-self._keep :])
+        kept = set(sorted(self._complete())[-self._keep :])
         for path in self._folders():
             if int(path.name) not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
 
-def _is_complete(folder: Path) -> bool:
+def _complete_layout(folder: Path) -> Any:
+    """Returns the layout of a complete checkpoint; None if there is none."""
     try:
-        ranks = json.loads((folder / _LAYOUT).read_text())["ranks"]
-    except FileNotFoundError:
-        return False
-    return all((folder / f"done.{rank}").exists() for rank in range(ranks))
+        layout = json.loads((folder / _LAYOUT).read_text())
+        ranks, token, _ = layout["ranks"], layout["token"], layout["notes"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # not there, or not what save writes
+        return None
+    return layout if all(_done(folder, token, rank).exists() for rank in range(ranks)) else None
 
 
-def _write(folder: Path, rank: int, own: Sequence[tuple[_Block, Array]]) -> None:
+def _arrays(folder: Path, token: str) -> Path:
+    return folder / f"arrays.{token}"
+
+
+def _done(folder: Path, token: str, rank: int) -> Path:
+    return folder / f"done.{token}.{rank}"
+
+
+def _publish(path: Path, text: str = "") -> None:
+    """Writes a file that is there with all its text, or not at all, also after a crash of the host."""
+    with files.replaced(path) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint. If the job ends meanwhile, what is left is not complete."""
+    (folder / _LAYOUT).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(folder: Path, token: str, rank: int, own: Sequence[tuple[_Block, Array]]) -> None:
     """Writes a rank's blocks, and then the file that says so."""
-    writes = [block.write(folder, values) for block, values in own]
+    writes = [block.write(_arrays(folder, token), values) for block, values in own]
     for write in writes:
         write.result()
-    with files.replaced(folder / f"done.{rank}"):
-        pass
+    _publish(_done(folder, token, rank))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,37 +452,39 @@ class _Block:
         """Returns the rank's array, or the data of a key."""
         return np.asarray(jax.random.key_data(self.x) if _is_key(self.x) else self.x)
 
-    def _open(self, folder: Path, **metadata: Any) -> Any:
+    def _open(self, arrays: Path, **metadata: Any) -> Any:
         quoted = urllib.parse.quote(self.name, safe="")
         if len(quoted) > 200:  # the name of a file has at most 255 bytes
             quoted = f"{quoted[:150]}-{hashlib.sha256(self.name.encode()).hexdigest()[:32]}"
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / "arrays" / quoted)}}
-        return tensorstore.open(spec | metadata, open=True, create=bool(metadata)).result()
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(arrays / quoted)}}
+        # Zeros are written as well, so a chunk that is missing has been lost.
+        options = metadata | {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
+        return tensorstore.open(spec | options, open=True, create=bool(metadata)).result()
 
-    def write(self, folder: Path, values: Array) -> Any:
+    def write(self, arrays: Path, values: Array) -> Any:
         """Begins to write the block, and returns a future."""
         grid = {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in self.local]}}
         metadata = {"shape": list(self.shape), "data_type": self.dtype, "chunk_grid": grid}
-        store = self._open(folder, metadata=metadata)
+        store = self._open(arrays, metadata=metadata)
         inside = tuple(slice(0, cut.stop - cut.start) for cut in self.region)
         return store[self.region].write(values[inside])
 
-    def read(self, folder: Path) -> Array:
+    def read(self, arrays: Path) -> Array:
         """Reads the block; zeros fill the end of slices.
 
         Raises:
-            ValueError: the checkpoint does not have the array, in this shape and dtype.
+            ValueError: the checkpoint does not have the array, in this shape and dtype, or lacks a part of it.
         """
         wanted = f"{self.dtype}{list(self.shape)} at {self.name}"
         try:
-            store = self._open(folder)
+            store = self._open(arrays)
         except ValueError as error:
             if "NOT_FOUND" not in str(error):
                 raise
-            raise _unfit(f"{wanted} in {folder}", "no such array") from error
+            raise _unfit(f"{wanted} in {arrays.parent}", "no such array") from error
         stored = f"{store.dtype.name}{list(store.shape)}"
         if (store.dtype.name, store.shape) != (self.dtype, self.shape):
-            raise _unfit(f"{wanted} in {folder}", stored)
+            raise _unfit(f"{wanted} in {arrays.parent}", stored)
         x = np.zeros(self.local, store.dtype.numpy_dtype)
         x[tuple(slice(0, cut.stop - cut.start) for cut in self.region)] = store[self.region].read().result()
         return jax.random.wrap_key_data(jnp.asarray(x), impl=_impl(self.x)) if _is_key(self.x) else x

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -171,7 +172,7 @@ def scaled_loss(
 
 def _unscaled(grad: Array, scale: Array) -> Array:
     """Returns ``grad / scale``, in float32 or the wider dtype of the gradient."""
-    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    wide = grad.astype(np.promote_types(grad.dtype, np.float32))  # jnp's refuses two dtypes under strict promotion
     return wide / scale.astype(wide.dtype)
 
 

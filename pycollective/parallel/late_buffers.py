@@ -81,7 +81,7 @@ def _scan(eqn: JaxprEqn, zero: Array, operands: list[Array]) -> list[Array]:
     fixed, start, stacks = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
     stacked = eqn.outvars[carries:]
     late = [not jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in stacked]
-    if not any(late):
+    if not any(late) or length == 0:  # without rows nothing is allocated, and JAX refuses to index them
         return list(rebind(eqn, operands))
     buffers = [_zeros(var.aval, zero) for var, is_late in zip(stacked, late, strict=True) if is_late]
 

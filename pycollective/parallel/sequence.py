@@ -113,7 +113,9 @@ def ring_attention(
             are divided by ``1 - dropout_rate``. Default 0. Which ones are dropped follows from ``dropout_key`` and from
             the place of the query, key, head and batch element, for any number of devices.
         dropout_key: a key of :func:`jax.random.key`, the same on all devices along the axis. Give devices that have
-            other heads or other examples other keys (:func:`random_streams`). Default None.
+            other heads or other examples other keys (:func:`random_streams`). Under :func:`jax.vmap` over examples
+            these are no batch elements, and all of them drop the same weights: map over a key of each example as
+            well. Default None.
         zigzag: whether each device has its part of the sequence in zigzag order (:func:`zigzag`), of queries and of
             keys: the causal mask then gives all devices the same work. T/P and S/P must be even. Default False.
         keys_at_once: the largest number of keys whose scores a device holds at one time, from 1. Default 256. A smaller
@@ -213,7 +215,7 @@ def blockwise_attention(
         key_value_seq_lengths: the numbers of keys, of shape (...).
         local_window_size: ``(left, right)``, or one integer for both.
         dropout_rate: the share of weights that are dropped.
-        dropout_key: a key of :func:`jax.random.key`.
+        dropout_key: a key of :func:`jax.random.key`; under :func:`jax.vmap` see :func:`ring_attention`.
         first_head: the number of the first of these heads among the heads of all devices, by which dropout draws: in
             :func:`ulysses` ``lax.axis_index(axis_name) * heads``. Default 0.
         keys_at_once: the largest number of keys whose scores are held at one time.

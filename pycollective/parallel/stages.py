@@ -190,6 +190,7 @@ class Place(NamedTuple):
             ValueError: the first is not as :attr:`result`, or no loss; the second is not as :attr:`outputs`; one varies
                 along other axes than :attr:`axes`.
         """
+        y = jax.tree.map(jnp.asarray, y)  # it may have Python's numbers
         if not self.is_last:
             return self._cast(y, self.result), None
         if not self.gradients:

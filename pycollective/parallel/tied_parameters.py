@@ -103,8 +103,8 @@ def tied_parameters(
         The argument ``tied`` of :func:`pipeline`.
 
     Raises:
-        ValueError: on all ranks: ``select`` raises an error; the copies of a name differ in shapes or dtypes; a name
-            has one copy only; a leaf is selected twice.
+        ValueError: on all ranks: ``select`` raises an error; the copies of a name differ in shapes or dtypes, or, with
+            several leaves, in the paths of these; a name has one copy only; a leaf is selected twice.
 
     Order:
         Outside programs, by messages of mpi4py.
@@ -119,19 +119,22 @@ def tied_parameters(
     """
     leaves, tree = jax.tree.flatten(params)
     found: list[tuple[str, tuple[int, ...]]] = []
+    described: list[tuple[str, str]] = []
     problem, cause = "", None
     try:
         selected = select(tree.unflatten(range(len(leaves))))
         pairs = selected.items() if isinstance(selected, Mapping) else selected
         for name, subtree in pairs:
-            inexact = [i for i in jax.tree.leaves(subtree) if is_inexact(jnp.result_type(leaves[i]))]
-            found.append((name, tuple(inexact)))
+            numbers = jax.tree.leaves(subtree)
+            found.append((name, tuple(i for i in numbers if is_inexact(jnp.result_type(leaves[i])))))
+            # The order of leaves, by which they are paired, depends on their paths.
+            compared = subtree if len(numbers) > 1 else numbers
+            described.append((name, describe(shapes_of(jax.tree.map(leaves.__getitem__, compared)))))
     except Exception as error:  # any error of select must reach all ranks
         problem, cause = f"{type(error).__name__}: {error}", error
     every = [i for _, copy in found for i in copy]
     if len(set(every)) < len(every):
         problem = "a leaf that is selected twice"
-    described = [(name, describe(shapes_of([leaves[i] for i in copy]))) for name, copy in found]
     of_ranks = comm.mpi.allgather((problem, described))
     for rank, (problem, _) in enumerate(of_ranks):
         if problem:

@@ -198,6 +198,13 @@ def test_what_cannot_be_tied_is_told_on_all_ranks(world: pc.Communicator) -> Non
         tied(lambda p: {"w": p[0]["a" if world.rank < last else "c"]})
     with pytest.raises(ValueError, match="rank 0, got a leaf that is selected twice"):
         tied(lambda p: [("w", p[0]["a"]), ("v", p[0])])
+    select = lambda p: [("w", p[0]), ("w", p[1])]
+    own = [{"w": a, "b": a}, {"w": a, "x" if world.rank == last else "b": a}]  # the order of leaves is another
+    with pytest.raises(ValueError, match=rf"'w' like .* at \['w'\] of rank 0, got .* at \['x'\] on rank {last}"):
+        tied(select, own)
+    own = [{"w": a, "n": jnp.zeros(n, jnp.int32)} for n in (2, 3 if world.rank == last else 2)]
+    with pytest.raises(ValueError, match=rf"int32\[2\] at \['n'\], .* got int32\[3\] at \['n'\], .* on rank {last}"):
+        tied(select, own)
     found = tied(lambda p: [("w", p[0]), ("w", p[0] | {"a": p[2]})], [*params, a])
     assert found.groups == ((tuple(range(world.size)), ((0,), (3,))),)  # no integers
     stage = lambda w, x, microbatch: (w[0]["a"] * microbatch).sum()

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def test_a_state_is_read_on_other_layouts(world: pc.Communicator, folder: Path) 
         same(restored.state, wanted)
         others.close()
     # A rank wrote its part alone: no chunk is larger than that.
-    largest = max(path.stat().st_size for path in folder.glob("3/arrays/*columns*/c/**/*") if path.is_file())
+    largest = max(path.stat().st_size for path in folder.glob("3/arrays.*/*columns*/c/**/*") if path.is_file())
     assert largest == whole["columns"].nbytes // world.size
 
 
@@ -275,7 +276,7 @@ def test_axes_of_a_mesh(world: pc.Communicator, folder: Path) -> None:
     checkpoints.close()
 
 
-def test_what_is_incomplete_is_not_read(world: pc.Communicator, folder: Path) -> None:
+def test_what_is_incomplete_is_not_read(world: pc.Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, checkpoints = mesh_of(world, 1), Checkpoints(folder, world, keep=2)
 
     def state(step: int) -> Tree:
@@ -294,13 +295,52 @@ def test_what_is_incomplete_is_not_read(world: pc.Communicator, folder: Path) ->
     assert restored() == (10, 100)
     world.mpi.Barrier()
     if world.rank == world.size - 1:
-        (folder / "10" / f"done.{world.rank}").unlink()  # as if this rank had been killed meanwhile
+        next((folder / "10").glob(f"done.*.{world.rank}")).unlink()  # as if this rank had been killed meanwhile
     world.mpi.Barrier()
     assert (checkpoints.latest_step(), restored()) == (2, (2, 20))
     checkpoints.save(10, state(8), mesh, P("data"))  # the job that goes on writes it again
     assert restored() == (10, 80)
     assert json.loads((folder / "10" / "layout.json").read_text())["ranks"] == world.size
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if rank 0 had been killed while it removes
+        Checkpoints(folder, world, keep=1).save(11, state(11), mesh, P("data"))
+    assert not (folder / "2" / "layout.json").exists()
+    zeros = {"x": np.zeros(4, np.int32)}
+    checkpoints.save(12, zeros, mesh, P("data"))
+    same(checkpoints.restore(zeros, mesh, P("data")).state, zeros)  # type: ignore[union-attr]
+    world.mpi.Barrier()
+    if world.rank == world.size - 1:
+        next((folder / "12").glob(f"arrays.*/*x*/c/{world.rank}")).unlink()
+    world.mpi.Barrier()
+    with pytest.raises(ValueError, match=rf"is missing.* \(on rank {world.size - 1}\)"):
+        checkpoints.restore(zeros, mesh, P("data"))
     checkpoints.close()
+
+
+def test_a_thread_of_a_world_that_has_failed_changes_nothing(
+    world: pc.Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, old, new = mesh_of(world, 1), Checkpoints(folder, world), Checkpoints(folder, world)
+    state, of_old = {"x": np.full(4, 2)}, {"x": np.full(4, 1)}
+    write, go = checkpoints_module._write, threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints_module, "_write", lambda *args: go.wait() and write(*args))
+        old.save(20, of_old, mesh, P("data"))
+        patch.setattr(checkpoints_module, "_write", lambda *_: None)  # a rank of the new world is killed as well
+        new.save(20, state, mesh, P("data"), notes="new")
+    go.set()
+    old.close()
+    assert new.latest_step() is None
+    new.save(20, state, mesh, P("data"), notes="new")
+    restored = new.restore(state, mesh, P("data"))
+    assert restored is not None
+    assert restored[::2] == (20, "new")
+    same(restored.state, state)
+    new.close()
+
+
+def fail(*_: Any) -> None:
+    raise TimeoutError("the disk")
 
 
 def test_errors_are_those_of_all_ranks(world: pc.Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +364,25 @@ def test_errors_are_those_of_all_ranks(world: pc.Communicator, folder: Path, mon
         own = {"x": x} if world.rank == last else {}
         with pytest.raises(ValueError, match=re.escape(f"all elements of ['x'], [{4 * world.size}], got 4 elements")):
             checkpoints.save(1, own, mesh, P("data"))
+    if world.rank == 0:
+        (folder / "6").mkdir(parents=True)
+        (folder / "6" / "layout.json").touch()  # as a crash of the host may leave it
+        (folder / "5").touch()
+        (folder / "007").mkdir()
     checkpoints.save(1, {"x": x}, mesh, P("data"))
+    with pytest.raises(OSError, match=r"Checkpoints: (FileExists|NotADirectory)Error: .*5.* \(on rank 0\)"):
+        checkpoints.save(5, {"x": x}, mesh, P("data"))
+    with monkeypatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr(Checkpoints, "_folders", fail)
+        for call in (
+            lambda: checkpoints.save(2, {"x": x}, mesh, P("data")),
+            lambda: checkpoints.restore({"x": x}, mesh, P("data")),
+            checkpoints.latest_step,
+        ):
+            with pytest.raises(OSError, match=r"Checkpoints: TimeoutError: the disk \(on rank 0\)"):
+                call()
+    assert checkpoints.latest_step() == 1
     for like, text in (
         ({"x": np.ones(5, np.float32)}, rf"expected float32\[{5 * world.size}\] at \['x'\] in .*/1, got float32"),
         ({"x": np.ones(4, np.int32)}, rf"expected int32\[{4 * world.size}\] at .*, got float32\[{4 * world.size}\]"),

@@ -88,6 +88,10 @@ def test_the_scale_of_a_loss() -> None:
     params, scales = jax.vmap(run, axis_name="i")(xs)  # 40 * 2048 is more than float16 has
     np.testing.assert_array_equal(scales, [[1024, 2048, 1024, 1024, 2048]] * 2)
     np.testing.assert_array_equal(params, [-4, -4])
+    with jax.numpy_dtype_promotion("strict"):
+        for dtype in (jnp.float16, jnp.bfloat16):
+            updates = jax.vmap(lambda g: optimizer.update(g, optimizer.init(g))[0], axis_name="i")(jnp.ones(2, dtype))
+            np.testing.assert_array_equal(updates, np.full(2, -1 / 1024, np.float32))
 
 
 def test_bad_calls() -> None:

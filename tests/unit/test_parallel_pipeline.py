@@ -126,7 +126,8 @@ def test_late_buffers_change_no_result() -> None:
         carry, stacked = lax.scan(body, (jnp.int32(3), x, None), keys, reverse=True, unroll=2)
         filled = lax.fori_loop(0, 3, lambda i, t: t.at[i].add(x[0]), jnp.zeros(4))
         negative = lax.fori_loop(0, 1, lambda i, t: t.at[i].add(x[0]), jnp.full(4, -0.0))
-        return carry, stacked, inner(x), filled, negative
+        empty = lax.scan(body, (jnp.int32(3), x, None), keys[:0])
+        return carry, stacked, inner(x), filled, negative, empty
 
     args = values((2,), seed=1), jax.random.split(jax.random.key(1), 5)
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -136,12 +137,18 @@ def test_late_buffers_change_no_result() -> None:
     for a, b in zip(*(jax.tree.leaves(jax.tree.map(as_data, tree)) for tree in (got, function(*args))), strict=True):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_array_equal(np.signbit(a), np.signbit(b)) if a.dtype == np.float32 else None
-    # The buffers are carries: only keys, which cannot be made of a number, are stacked by the scan itself.
+    # The buffers are carries: the scan itself stacks only keys, which cannot be made of a number, and what has no rows.
     scans = [
         eqn for eqn in all_equations(jax.make_jaxpr(late)(jnp.int32(0), *args).jaxpr) if "scan" in str(eqn.primitive)
     ]
     carries = [sum(jax_internals.counts_of_scan(eqn)[1:]) for eqn in scans]
-    assert sorted(len(eqn.outvars) - n for eqn, n in zip(scans, carries, strict=True)) == [0, 0, 0, 1]
+    assert sorted(len(eqn.outvars) - n for eqn, n in zip(scans, carries, strict=True)) == [
+        0,
+        0,
+        0,
+        1,
+        3,
+    ]  # without rows
 
 
 def network() -> tuple[list[Any], list[Tree]]:
@@ -161,7 +168,7 @@ def network() -> tuple[list[Any], list[Tree]]:
         wide = params.astype(jnp.bfloat16).astype(jnp.float32)  # a residual that no microbatch changes
         logits = x @ wide
         loss = jnp.mean(logits**2) + jnp.mean(microbatch["x"]) * jnp.sum(wide)
-        return loss, {"logits": logits, "right": jnp.sum(jnp.argmax(logits, axis=1) == 0), "none": None}
+        return loss, {"logits": logits, "right": jnp.sum(jnp.argmax(logits, axis=1) == 0), "none": None, "one": 1}
 
     params = [
         {"w": [values((5, 5), seed=i) for i in range(2)]},
