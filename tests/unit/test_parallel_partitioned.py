@@ -294,11 +294,11 @@ def test_stacked_layers_keep_their_first_dimension() -> None:
 def test_init_may_need_the_parameters() -> None:
     """It is not one that :func:`optax.tree.map_params` can call: leaves of the state are known by their shapes."""
     inner = optax.GradientTransformation(
-        lambda p: {"w": p["w"] * 2, "n": jnp.zeros(7)},
-        lambda u, s, p=None: (u | {"w": u["w"] + s["w"]}, {"w": s["w"] * 2, "n": s["n"] + 1}),
+        lambda p: {"w": p["w"] * 2, "n": jnp.zeros(7), "rate": jnp.ones(())},
+        lambda u, s, p=None: (u | {"w": u["w"] + s["w"]}, s | {"w": s["w"] * 2, "n": s["n"] + 1}),
     )
     state = jax.vmap(zero(inner, "i").init, None, axis_name="i", axis_size=2)(PARAMS)
-    assert jax.tree.map(jnp.shape, state) == {"w": (2, 12), "n": (2, 7)}
+    assert jax.tree.map(jnp.shape, state) == {"w": (2, 12), "n": (2, 7), "rate": (2,)}
 
 
 def test_master_weights_in_slices() -> None:
