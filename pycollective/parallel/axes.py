@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pycollective.collectives.replicated import gather as gather
@@ -110,8 +111,9 @@ class Sliced(NamedTuple):
         length = x.shape[-1]
         if length * devices == self.size:
             return x
-        inside = lax.axis_index(axis_name) * length + jnp.arange(length) < self.size
-        return jnp.where(inside, x, jnp.asarray(neutral, x.dtype))
+        # The elements of each device's slice. The number of all elements may exceed an int32, that of a slice does not.
+        counts = jnp.asarray(np.clip(self.size - length * np.arange(devices), 0, length), jnp.int32)
+        return jnp.where(jnp.arange(length) < counts[lax.axis_index(axis_name)], x, jnp.asarray(neutral, x.dtype))
 
 
 def rows_of_slices(x: Array, devices: int) -> Array:

@@ -332,7 +332,7 @@ class Program:
 
         def run(arrays: Arrays) -> None:
             neutral = _neutral(name, operands[0].aval.dtype)
-            xs = [without_padding(arrays[v], cut, neutral, self._axis_name, self._devices) for v in operands]
+            xs = [cut.without_padding(arrays[v], neutral, self._axis_name, self._devices) for v in operands]
             params = dict(eqn.params)
             if eqn.primitive.name == "dot_general":
                 xs, params["dimension_numbers"] = [jnp.ravel(x) for x in xs], (((0,), (0,)), ((), ()))
@@ -619,16 +619,6 @@ def _refuse_foreign(value: _Value) -> None:
         raise RefusedError(
             "computes with an array from outside of the parameters and the state, which may differ between devices"
         )
-
-
-def without_padding(x: Array, cut: Sliced, neutral: Any, axis_name: AxisName, devices: int) -> Array:
-    """Returns this device's slice ``x``, with ``neutral`` in the padding of the last slices."""
-    length = x.shape[-1]
-    if length * devices == cut.size:
-        return x
-    # The number of elements in each device's slice. The number of all elements may exceed an int32, a slice's does not.
-    counts = jnp.asarray(np.clip(cut.size - length * np.arange(devices), 0, length), jnp.int32)
-    return jnp.where(jnp.arange(length) < counts[lax.axis_index(axis_name)], x, jnp.asarray(neutral, x.dtype))
 
 
 def names_axis(closed: ClosedJaxpr, axis_name: AxisName) -> bool:

@@ -26,7 +26,7 @@ from pycollective.parallel.elementwise import (
     is_number,
     varying_of,
 )
-from pycollective.parallel.partitioned import Program, RefusedError, names_axis, without_padding
+from pycollective.parallel.partitioned import Program, RefusedError, names_axis
 
 Array = Any
 Tree = Any
@@ -318,7 +318,7 @@ class SlicedOptimizer:
             for x, cut in zip(results, cuts, strict=True)
         ]
         arrays = [
-            jnp.asarray(x) if cut is None else without_padding(x, cut, 0, self._axis_name, devices)
+            jnp.asarray(x) if cut is None else cut.without_padding(x, 0, self._axis_name, devices)
             for x, cut in zip(program.run(given, wanted), cuts, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)

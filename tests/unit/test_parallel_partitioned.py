@@ -455,7 +455,7 @@ def test_padding_of_very_many_elements() -> None:
     """Their number exceeds an int32."""
     size, devices = 2**31 + 11, 2
     cut = Sliced((size,))
-    closed = jax.make_jaxpr(lambda x: partitioned.without_padding(x, cut, 0, "i", devices), axis_env=[("i", devices)])(
+    closed = jax.make_jaxpr(lambda x: cut.without_padding(x, 0, "i", devices), axis_env=[("i", devices)])(
         jax.ShapeDtypeStruct(cut.slice_shape(devices), jnp.bfloat16)
     )
     assert [x.shape for x in closed.out_avals] == [cut.slice_shape(devices)]
