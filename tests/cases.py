@@ -32,6 +32,7 @@ class Case:
         reference: the function from stacked operands to stacked results.
         shape: the shape of one rank's operand, as a function of the number of ranks.
         linear: whether the operation is linear in its operand, so that it has a transpose.
+        native: whether only the native transport has the operation.
         kind: "move" if it takes every dtype and returns the bits as they are; else its reduction, such as "sum".
     """
 
@@ -41,6 +42,7 @@ class Case:
     shape: Callable[[int], tuple[int, ...]] = lambda size: (2, 3)
     linear: bool = True
     kind: str = "move"
+    native: bool = False
 
 
 def _lax(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -240,7 +242,7 @@ CASES = (
         _two_for_each,
     ),
     Case("sendrecv", _neighbours, lambda xs: jnp.roll(xs, 1, axis=0)),
-    Case("isendrecv", _neighbours_by_requests, lambda xs: jnp.roll(xs, 1, axis=0)),
+    Case("isendrecv", _neighbours_by_requests, lambda xs: jnp.roll(xs, 1, axis=0), native=True),
 )
 
 by_id = {case.id: case for case in CASES}

@@ -239,7 +239,20 @@ def test_cycles_are_collected_where_splits_stay(in_cycles: bool, world: pc.Commu
         gc.enable()
 
 
-@pytest.mark.parametrize("what", ["object", "mpi", "inner", "jit", "compiled", "lowered", "loaded", "vjp", "request"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "object",
+        "mpi",
+        "inner",
+        "jit",
+        "compiled",
+        "lowered",
+        "loaded",
+        "vjp",
+        pytest.param("request", marks=pytest.mark.native),
+    ],
+)
 def test_a_split_that_is_used_stays(what: str, world: pc.Communicator) -> None:
     x = jnp.ones(3)
     made = world.split(color=0)

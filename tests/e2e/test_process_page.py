@@ -40,6 +40,8 @@ MPI = {
     "putenv MPIR_CVAR_CH4_NETMOD": "variables that an MPI library needs at its start",
     "*.DynamicJaxprTrace.make_eqn": "`DynamicJaxprTrace.make_eqn`",
     "*.RuntimeTokenSet.*_token_*": "its tokens of running programs",
+    "*.MeshExecutable.create_cpp_call": "how a program that was compiled ahead is called",
+    "*.loops._scan_known_hoisting": "how a scan is divided for its derivative",
     "*linear_call_p*": "the rules of `linear_call`",
     "*.partial_eval_jaxpr_custom_rules*.custom_jvp_call_p]": "`jax.checkpoint`'s rules for `custom_jvp`",
     "*.partial_eval_jaxpr_custom_rules*.custom_vjp_call_p]": "`custom_vjp`",
