@@ -105,6 +105,26 @@ std::string DescribeMessage(const Post& post, const std::string& line) {
   return line.empty() ? array : array + " at " + line;
 }
 
+// Whether both ends have arrays of one dtype and shape.
+bool AreAlike(const Post& here, const Post& there) {
+  return here.signature.dtype == there.signature.dtype && here.signature.dimensions == there.signature.dimensions;
+}
+
+Outcome WithoutHeader(const char* function, int source) {
+  Outcome outcome{function, 0, {}};
+  outcome.detail = "expected a message that begins with its dtype and shape, got other bytes from rank " + std::to_string(source);
+  outcome.remedy = "Set PYCOLLECTIVE_CHECK alike on all ranks. After an error in a message, end the program.";
+  return outcome;
+}
+
+Outcome Mismatch(const char* function, const Post& expected, const CallDescription& got, int source) {
+  Outcome outcome{function, 0, {}};
+  outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected, SiteText(expected.site)) + ", got one of " +
+                   DescribeMessage(got.post, got.line) + " from rank " + std::to_string(source);
+  outcome.remedy = "Give both ends the same shape and dtype.";
+  return outcome;
+}
+
 // Receives the data of an unexpected message and drops them, so that the sender does not wait without end.
 Outcome Drop(const Library& mpi, const Channel& channel, const MessageHeader& header, int source) {
   const auto type = static_cast<Type>(header.type);
@@ -146,16 +166,9 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
   received.header.place = DataPlace::kNone;
   PYCOLLECTIVE_RETURN_IF_FAILED(in_place ? mpi.RecvInPlaces(channel, first, places) : mpi.Recv(channel, first));
   data.source = envelope.source;  // the data have the header's source, even if the program receives from any rank
-  if (!received.header.exists()) {
-    Outcome outcome{"MPI_Recv", 0, {}};
-    outcome.detail = "expected a message that begins with its dtype and shape, got other bytes from rank " + std::to_string(data.source);
-    outcome.remedy = "Set PYCOLLECTIVE_CHECK alike on all ranks. After an error in a message, end the program.";
-    return outcome;
-  }
+  if (!received.header.exists()) return WithoutHeader("MPI_Recv", data.source);
   const bool is_enclosed = received.header.place == DataPlace::kEnclosed;
-  const CallDescription& described = received.header.call;
-  const Signature &here = expected.post.signature, &there = described.post.signature;
-  if (there.dtype == here.dtype && there.dimensions == here.dimensions) {
+  if (AreAlike(expected.post, received.header.call.post)) {
     if (!is_enclosed) {
       PYCOLLECTIVE_RETURN_IF_FAILED(
           mpi.Recv(ChannelOfData(channel), {data.data, data.count, data.type, data.source, received.header.data_tag}));
@@ -164,12 +177,7 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
     return data.status != nullptr ? mpi.SetReceived(data) : Outcome{};
   }
   if (!is_enclosed) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, received.header, data.source));
-  Outcome outcome{"MPI_Recv", 0, {}};
-  outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected.post, SiteText(expected.post.site)) +
-                   ", got one of " + DescribeMessage(described.post, described.line) + " from rank " +
-                   std::to_string(data.source);
-  outcome.remedy = "Give both ends the same shape and dtype.";
-  return outcome;
+  return Mismatch("MPI_Recv", expected.post, received.header.call, data.source);
 }
 
 Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& sent, const ExpectedMessage& expected) {
@@ -343,15 +351,8 @@ Outcome StartedMessages::ReceiveData(const Library& mpi) {
   MessageHeader header;
   std::memcpy(&header, incoming_.get(), kHeaderBytes);
   Incoming data = expected_.data;
-  const std::string from = " from rank " + std::to_string(data.source);
-  Outcome outcome{"MPI_Irecv", 0, {}};
-  if (!header.exists()) {
-    outcome.detail = "expected a message that begins with its dtype and shape, got other bytes" + from;
-    outcome.remedy = "Set PYCOLLECTIVE_CHECK alike on all ranks. After an error in a message, end the program.";
-    return outcome;
-  }
-  const Signature &here = expected_.post.signature, &there = header.call.post.signature;
-  const bool is_alike = there.dtype == here.dtype && there.dimensions == here.dimensions;
+  if (!header.exists()) return WithoutHeader("MPI_Irecv", data.source);
+  const bool is_alike = AreAlike(expected_.post, header.call.post);
   if (header.place == DataPlace::kNextMessage) {
     data.tag = header.data_tag;
     if (!is_alike) {  // its sender waits until it is received
@@ -363,11 +364,7 @@ Outcome StartedMessages::ReceiveData(const Library& mpi) {
     }
     PYCOLLECTIVE_RETURN_IF_FAILED(StartRecv(mpi, data_channel_, data));
   }
-  if (is_alike) return {};
-  outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected_.post, SiteText(expected_.post.site)) +
-                   ", got one of " + DescribeMessage(header.call.post, header.call.line) + from;
-  outcome.remedy = "Give both ends the same shape and dtype.";
-  return outcome;
+  return is_alike ? Outcome{} : Mismatch("MPI_Irecv", expected_.post, header.call, data.source);
 }
 
 bool StartedMessages::Progress(const Library& mpi) {
