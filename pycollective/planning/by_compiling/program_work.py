@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pycollective.jax_support.program_text import (
     Instruction,
@@ -21,6 +21,8 @@ from pycollective.jax_support.program_text import (
 )
 from pycollective.planning.by_compiling.reading_order import bytes_read_across
 from pycollective.planning.by_compiling.scratch import scratch_of
+
+T = TypeVar("T")
 
 
 class Product(NamedTuple):
@@ -194,7 +196,7 @@ def work_of(text: str, devices: int) -> Work:
     """
     reader = _Reader(Program.read(text), devices)
     computing = reader.add(reader.program.entry, 1)
-    beside = sorted(reader.beside, key=lambda one: -one.times * one.communication.nbytes)[:_MOST_BESIDE]
+    beside = _largest(reader.beside, lambda one: one.times * one.communication.nbytes)
     return Work(computing, reader.communication, reader.scratch, reader.doubtful, tuple(beside))
 
 
@@ -244,11 +246,11 @@ class _Reader:
                     if why:
                         self.doubtful.setdefault(why, Counter())[each] += times
             computed[instruction.name] = own
-        for of, found in collectives.items():
+        for of, found in _largest(collectives.items(), lambda item: item[1].nbytes):
             tied = _before(of, computation) | _after(of, computation)
-            free = (own for other, own in computed.items() if other not in tied)
-            self.beside.append(Beside(found, times, sum(free, Counter())))
-        return sum(computed.values(), Counter())
+            free = _total(own for other, own in computed.items() if other not in tied)
+            self.beside.append(Beside(found, times, free))
+        return _total(computed.values())
 
     def _is_irregular(self, instruction: Instruction) -> bool:
         inner = self.program.computations[instruction.called[0]] if instruction.opcode == "fusion" else (instruction,)
@@ -302,6 +304,19 @@ class _Reader:
             if instruction.opcode in ("copy", "transpose"):
                 transposed = bytes_read_across((instruction,), shapes)
         yield Stream(int(nbytes), functions, transposed)
+
+
+def _largest(items: Iterable[T], size: Callable[[T], float]) -> list[T]:
+    """The largest collectives, so many as are kept. Of equal ones the first."""
+    return sorted(items, key=lambda item: -size(item))[:_MOST_BESIDE]
+
+
+def _total(counters: Iterable[Counter[T]]) -> Counter[T]:
+    """The sum of counters. It is added up in place: a program has thousands of them."""
+    total: Counter[T] = Counter()
+    for each in counters:
+        total.update(each)
+    return total
 
 
 def _before(name: str, computation: Sequence[Instruction]) -> set[str]:
