@@ -37,6 +37,7 @@ from pycollective import files
 from pycollective.errors import fail, message
 from pycollective.named_axes.mesh import Mesh
 from pycollective.parallel.axes import AxisName, names_of
+from pycollective.primitives import dtypes
 from pycollective.ranks.communicator import Communicator
 
 Array = Any
@@ -487,18 +488,11 @@ class _Block:
             raise _unfit(f"{wanted} in {arrays.parent}", stored)
         x = np.zeros(self.local, store.dtype.numpy_dtype)
         x[tuple(slice(0, cut.stop - cut.start) for cut in self.region)] = store[self.region].read().result()
-        return jax.random.wrap_key_data(jnp.asarray(x), impl=_impl(self.x)) if _is_key(self.x) else x
+        return jax.random.wrap_key_data(jnp.asarray(x), impl=dtypes.key_impl(self.x.dtype)) if _is_key(self.x) else x
 
 
 def _is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def _impl(x: Any) -> Any:
-    """Returns the implementation of keys of the type of ``x``, an array or a :class:`jax.ShapeDtypeStruct`."""
-    found: list[Any] = []
-    jax.eval_shape(lambda x: found.append(jax.random.key_impl(x)), x)
-    return found[0]
 
 
 def _unfit(expected: str, got: str) -> ValueError:

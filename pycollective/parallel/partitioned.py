@@ -468,11 +468,12 @@ class Program:
         of_owner = [[components[i] for i in places] for places in owned]
         sent = [[(v, v.cut) for c in mine for v in c.slices] for mine in of_owner]
         made = [[(v, made.cut) for c in mine for v, made in c.results.items()] for mine in of_owner]
-        received = self._to_owners(_Packing(sent, self._devices), arrays)
-        packing = _Packing(made, self._devices)
+        packing_of_sent, packing = _Packing(sent, self._devices), _Packing(made, self._devices)
+        rows = packing_of_sent.own_slices(arrays)
+        received = {key: lax.all_to_all(self._varying(x), self._axis_name, 0, 0) for key, x in rows.items()}
 
         def branch(device: int, received: dict[Any, Array]) -> dict[Any, Array]:
-            whole = _Packing(sent, self._devices).arrays(device, received)
+            whole = packing_of_sent.arrays(device, received)
             mine: Arrays = {}
             for component in of_owner[device]:
                 mine.update((v, self._varying(whole[v])) for v in component.slices)
@@ -489,10 +490,6 @@ class Program:
         for device in range(self._devices):
             for v, x in packing.slices(device, back).items():
                 arrays[v.component.results[v]] = x  # type: ignore[union-attr]
-
-    def _to_owners(self, packing: _Packing, arrays: Arrays) -> dict[Any, Array]:
-        rows = packing.own_slices(arrays)
-        return {key: lax.all_to_all(self._varying(x), self._axis_name, 0, 0) for key, x in rows.items()}
 
     def _recomputed(self, eqn: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
         """Computes an equation on its owner. By JAX's types, all values vary along the axis there."""

@@ -74,12 +74,12 @@ def to_wire(x: Array) -> Array:
 def from_wire(y: Array, like: Array | jax.ShapeDtypeStruct) -> Array:
     """The inverse of :func:`to_wire`, for an array of the dtype of ``like``."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(y, impl=_key_impl(like.dtype))
+        return jax.random.wrap_key_data(y, impl=key_impl(like.dtype))
     return y if y.dtype == like.dtype else y.astype(like.dtype)
 
 
 @functools.lru_cache(maxsize=16)
-def _key_impl(dtype: Any) -> Any:
+def key_impl(dtype: Any) -> Any:
     """The implementation of keys of a dtype, which JAX tells of arrays alone."""
     with jax.ensure_compile_time_eval():
         return jax.random.key_impl(jnp.empty(0, dtype))

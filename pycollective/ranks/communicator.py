@@ -554,14 +554,15 @@ class CartCommunicator(Communicator):
         coord = self.coords[axis] + step
         if not self.periods[axis] and not 0 <= coord < self.dims[axis]:
             return PROC_NULL
-        return self.rank_of([*self.coords[:axis], coord, *self.coords[axis + 1 :]])
+        return self._rank_along(axis, coord)
 
     def _line(self, axis: int) -> Participants:
         """The ranks that have this rank's other coordinates, in the order of the axis. Making it sends no message."""
-        along = range(self.dims[axis])
-        return self._part(
-            tuple(self.rank_of([*self.coords[:axis], coord, *self.coords[axis + 1 :]]) for coord in along)
-        )
+        return self._part(tuple(self._rank_along(axis, coord) for coord in range(self.dims[axis])))
+
+    def _rank_along(self, axis: int, coord: int) -> int:
+        """Returns the rank with this coordinate along an axis and this rank's other coordinates."""
+        return self.rank_of([*self.coords[:axis], coord, *self.coords[axis + 1 :]])
 
 
 _made: Counter[tuple[int, ...]] = Counter()
