@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 import pycollective as pc
+from pycollective.transport.chosen import transport
 
 Array = Any
 
@@ -255,6 +256,11 @@ EACH_PRIMITIVE = tuple(
     )
 )
 """One operation of each primitive, for tests of what is around a call. The others differ in the call's options."""
+
+
+def supported(case: Case) -> bool:
+    """Whether the transport of this process has the operation."""
+    return not case.native or transport().name == "native"
 
 
 def operands(

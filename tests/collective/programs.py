@@ -13,8 +13,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.ordering import dispatch
-from pycollective.transport.chosen import transport
-from tests.cases import Case
+from tests.cases import Case, supported
 
 Array = Any
 
@@ -105,7 +104,7 @@ def compare(
         rtol: the relative tolerance.
         atol: the absolute tolerance.
     """
-    table = {case.id: case for case in cases if not case.native or transport().name == "native"}
+    table = {case.id: case for case in cases if supported(case)}
     stacked = {id_: [np.asarray(x) for x in inputs(case)] for id_, case in table.items()}
     own = {id_: [x[comm.rank] for x in xs] for id_, xs in stacked.items()}
 

@@ -14,8 +14,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
-from pycollective.transport.chosen import transport
-from tests.cases import CASES, EACH_PRIMITIVE, by_id, check_extrema, operands, special_floats, values
+from tests.cases import CASES, EACH_PRIMITIVE, by_id, check_extrema, operands, special_floats, supported, values
 from tests.collective.programs import compare, run
 
 
@@ -156,7 +155,7 @@ def test_every_dtype_moves_unchanged(world: pc.Communicator) -> None:
     # A move does not depend on the dtype. The reference moves the places of numbers; place 0 has the zero that stands
     # where a rank receives nothing.
     sources = {}
-    moved = [id_ for id_ in MOVES if not by_id[id_].native or transport().name == "native"]
+    moved = [id_ for id_ in MOVES if supported(by_id[id_])]
     for id_ in moved:
         shape = operands(by_id[id_], world).shape
         places = jnp.arange(1, np.prod(shape) + 1).reshape(shape)
